@@ -1,0 +1,163 @@
+"""The frozen dataclasses that cross from the training thread to the worker.
+
+A record is made in a hook and holds times, numbers and references, never decoded values. All times named `*_at` are
+`time.monotonic()` seconds; `wall` is `time.time()` seconds, taken at the same moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """A call of `Model.train` (or a hand-written loop) began: what is known before its first step.
+
+    `first_step` is the global step already done; `planned` the global step at which the run will be done, None when
+    unknown. `samples_per_step` and `tokens_per_sample` are this rank's share. `train_cell` is the class name of the
+    train cell and decides how its outputs are read. `optimizer` stays a reference: the worker evaluates its schedule.
+    """
+
+    at: float
+    wall: float
+    first_step: int
+    planned: int | None
+    steps_per_epoch: int | None
+    first_epoch: int
+    sink: bool
+    steps_per_record: int
+    samples_per_step: float | None
+    tokens_per_sample: float | None
+    train_cell: str
+    optimizer: Any
+    schedule_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompileBegan:
+    """The first step (or the build) of a graph began."""
+
+    at: float
+    wall: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One callback at the end of a step, or of a sink of `steps` steps.
+
+    `step` is the global step. `began_at` is the begin of the step; `others_seconds` the time that other callbacks took
+    since the end of the previous record, `hook_seconds` the time of our own hooks. `outputs` is what
+    `decode.retain` kept of the train cell's outputs; `immediate` the same outputs' numbers read in the hook, where they
+    were. `samples` is this rank's share of the step, None when unknown.
+    """
+
+    step: int
+    steps: int
+    epoch: int | None
+    began_at: float
+    ended_at: float
+    wall: float
+    others_seconds: float
+    hook_seconds: float
+    outputs: Any
+    immediate: tuple[float, ...] | None
+    samples: float | None
+    tokens: float | None
+    network_training: bool | None
+    learning_rate: float | None
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedValues:
+    """Outputs of a hand-written loop, by name; numbers or tensors."""
+
+    losses: dict[str, Any]
+    learning_rates: tuple[Any, ...]
+    gradient_norm: Any
+    parameter_norm: Any
+    update_ratio: Any
+    loss_scale: Any
+    overflow: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBegan:
+    """A checkpoint is being written, in the training thread."""
+
+    at: float
+    wall: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEnded:
+    """The training thread goes on. `file` is set while an asynchronous save still has to make that file whole."""
+
+    at: float
+    wall: float
+    step: int
+    failed: bool
+    file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWhole:
+    """An asynchronous save's file is whole (or never came to be)."""
+
+    at: float
+    wall: float
+    step: int
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBegan:
+    """An evaluation began, inside a training or alone."""
+
+    at: float
+    wall: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnded:
+    """An evaluation ended; `values` maps the metric's name to a number or a tensor."""
+
+    at: float
+    wall: float
+    step: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """A phase that only its owner can name: `loading`, `paused`, or back to `training`."""
+
+    at: float
+    wall: float
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The outermost `__exit__` ran, or a signal came. `reason` is one of `metrics.END_REASONS`."""
+
+    at: float
+    wall: float
+    reason: str
+
+
+Record: TypeAlias = (
+    RunBegan
+    | CompileBegan
+    | StepRecord
+    | CheckpointBegan
+    | CheckpointEnded
+    | CheckpointWhole
+    | EvaluationBegan
+    | EvaluationEnded
+    | PhaseChanged
+    | RunEnded
+)
