@@ -7,7 +7,10 @@ A record is made in a hook and holds times, numbers and references, never decode
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from .learning_rate import LearningRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +18,9 @@ class RunBegan:
     """A call of `Model.train` (or a hand-written loop) began: what is known before its first step.
 
     `first_step` is the global step already done; `planned` the global step at which the run will be done, None when
-    unknown. `samples_per_step` and `tokens_per_sample` are this rank's share. `train_cell` is the class name of the
-    train cell and decides how its outputs are read. `optimizer` stays a reference: the worker evaluates its schedule.
+    unknown. `train_cell` names the classes of the train cell, most derived first, and decides how its outputs are read.
+    `rates` is the optimiser's `learning_rate.LearningRates`, `schedule_step` the optimiser's own step number at the begin;
+    both are None where there is no optimiser.
     """
 
     at: float
@@ -27,10 +31,8 @@ class RunBegan:
     first_epoch: int
     sink: bool
     steps_per_record: int
-    samples_per_step: float | None
-    tokens_per_sample: float | None
-    train_cell: str
-    optimizer: Any
+    train_cell: tuple[str, ...]
+    rates: LearningRates | None
     schedule_step: int | None
 
 
@@ -48,8 +50,9 @@ class StepRecord:
 
     `step` is the global step. `began_at` is the begin of the step; `others_seconds` the time that other callbacks took
     since the end of the previous record, `hook_seconds` the time of our own hooks. `outputs` is what
-    `decode.retain` kept of the train cell's outputs; `immediate` the same outputs' numbers read in the hook, where they
-    were. `samples` is this rank's share of the step, None when unknown.
+    `decode.retain` kept of the train cell's outputs (None: not read in this step); `immediate` the same outputs' numbers
+    read in the hook, where they were. `samples` and `tokens` are this rank's share of the record, None when unknown.
+    `compiled`: the record's first step compiled the graph.
     """
 
     step: int
