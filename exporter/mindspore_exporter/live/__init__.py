@@ -1,0 +1,1 @@
+"""The live page: a reader of `recorder.py`'s files, beside the training, never imported by it."""
