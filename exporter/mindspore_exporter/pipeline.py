@@ -1,0 +1,359 @@
+"""Records in, metrics out: decode, phases, detectors, registry, in this order, in the worker thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import metrics
+from .baseline import Baseline, BaselineLearner
+from .config import MonitorConfig
+from .decode import Decoded, Decoder
+from .detectors import Detectors, Observation
+from .identity import Identity
+from .phases import Phases
+from .records import (
+    CheckpointBegan,
+    CheckpointEnded,
+    CheckpointWhole,
+    CompileBegan,
+    EvaluationBegan,
+    EvaluationEnded,
+    PhaseChanged,
+    Record,
+    RunBegan,
+    RunEnded,
+    StepRecord,
+)
+from .registry import Registry
+from .state import RunState
+
+log = logging.getLogger(__name__)
+
+FINISHED_REASONS = ("finished", "stop_requested")
+LAST_HOOKS = 100
+"""Records that `mindspore_exporter_hook_max_seconds` looks back on."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands, for the exporter's own decisions (stall inference, state file)."""
+
+    step: int
+    reason: str | None
+    usual_record_seconds: float | None
+
+
+class Pipeline:
+    """Turns the records of one process into the registry's values.
+
+    `handle` is called for every record in order, `tick` once a second or so, `publish` when the page should show the
+    present state. Nothing here runs on the training thread.
+    """
+
+    def __init__(self, config: MonitorConfig, identity: Identity, registry: Registry, baseline: Baseline | None = None,
+                 *, late_read_failed: Callable[[], None] = lambda: None, at: float | None = None) -> None:
+        self.config = config
+        self.identity = identity
+        self.registry = registry
+        self.phases = Phases(time.monotonic() if at is None else at, time.time())
+        self.detectors = Detectors(config.window, config.gradient_norm_floor)
+        self.baseline = baseline
+        self.errors = dict.fromkeys(metrics.ERROR_STAGES, 0)
+        self.progress = Progress(0, None, None)
+        self._late_read_failed = late_read_failed
+        self._learner = BaselineLearner(config.baseline.steps, config.baseline.warmup_steps) if baseline is None else None
+        self._decoder = Decoder((), config.loss)
+        self._plan: RunBegan | None = None
+        self._schedule_steps = 0
+        self._decoded: Decoded | None = None
+        self._hook_rate: float | None = None
+        self._hooks: deque[float] = deque(maxlen=LAST_HOOKS)
+        self._earlier_step = 0
+        self._compile_seconds = 0.0
+        self._compile_began: float | None = None
+        self._checkpoint_began: dict[int, float] = {}
+        self._longest_checkpoint = 0.0
+        self._evaluation_began: float | None = None
+        self._end: tuple[str, float] | None = None
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            RunBegan: self._run_began,
+            CompileBegan: self._compile_has_begun,
+            StepRecord: self._step,
+            CheckpointBegan: self._checkpoint_has_begun,
+            CheckpointEnded: self._checkpoint_ended,
+            CheckpointWhole: self._checkpoint_whole,
+            EvaluationBegan: self._evaluation_has_begun,
+            EvaluationEnded: self._evaluation_ended,
+            PhaseChanged: self._phase_changed,
+            RunEnded: self._run_ended,
+        }
+        self._first_page()
+
+    # --- what comes in --------------------------------------------------------------------------------------------
+
+    def handle(self, record: Record) -> None:
+        """Take one record in. An error is counted and logged once a kind; the next record is taken as ever."""
+        try:
+            self._handlers[type(record)](record)
+        except Exception:
+            self.count_error("decode", f"a {type(record).__name__} could not be handled")
+
+    def tick(self, at: float, activity: str) -> None:
+        """Let the wall-time account go on while no record comes. `activity`: what the training thread is doing."""
+        self.phases.tick(at, activity)
+
+    def restore(self, state: RunState) -> None:
+        """What an earlier attempt left: the attempt counts on, steps done before count as repeated, the baseline holds."""
+        self._earlier_step = state.highest_step
+        if state.baseline is not None and self.baseline is None:
+            self.baseline, self._learner = state.baseline, None
+        self.registry.set(metrics.ATTEMPT, state.attempt)
+
+    def count_error(self, stage: str, what: str) -> None:
+        """Count an error of the exporter; the first of a stage is logged with its traceback."""
+        self.errors[stage] += 1
+        if self.errors[stage] == 1:
+            log.exception("exporter: %s; the training goes on, further errors of this kind are only counted", what)
+
+    # --- the handlers of the records ------------------------------------------------------------------------------
+
+    def _run_began(self, record: RunBegan) -> None:
+        self._plan = record
+        self._decoder = Decoder(record.train_cell, self.config.loss)
+        self._schedule_steps = 0
+        self._end = None
+        if self.phases.phase in ("finished", "failed"):
+            self.phases.enter("starting", record.at, record.wall)
+        registry = self.registry
+        with registry.transaction():
+            registry.clear(metrics.END_TIMESTAMP)
+            registry.set(metrics.RESUMED_STEP, record.first_step)
+            registry.set(metrics.STEP, record.first_step)
+            registry.set(metrics.STEPS_PLANNED, record.planned)
+            registry.set(metrics.STEPS_PER_RECORD, record.steps_per_record)
+        self.progress = replace(self.progress, step=record.first_step, reason=None)
+
+    def _compile_has_begun(self, record: CompileBegan) -> None:
+        self._compile_began = record.at
+        self.phases.compile_began(record.at, record.wall)
+
+    def _step(self, record: StepRecord) -> None:
+        plan = self._plan
+        interval = self.phases.record(
+            record.began_at, record.ended_at, record.wall, record.others_seconds, compiled=record.compiled,
+            sink=plan.sink if plan else False,
+        )
+        decoded = self._read(record)
+        overflow = bool(decoded and decoded.overflow)
+        steps = record.step - self.progress.step if record.step > self.progress.step else record.steps
+        self._count_steps(record, steps, overflow)
+        seconds = None
+        if interval is not None and interval.clean:
+            seconds = interval.seconds / record.steps
+            self.registry.observe(metrics.STEP_SECONDS, seconds, record.steps)
+        if interval is not None and interval.data_wait is not None:
+            self.registry.observe(metrics.DATA_WAIT_SECONDS, interval.data_wait)
+        if record.compiled and self._compile_began is not None:
+            self._compile_seconds += record.ended_at - self._compile_began
+            self._compile_began = None
+        self._detect(record, decoded, overflow, seconds)
+        self.progress = replace(self.progress, step=record.step)
+
+    def _read(self, record: StepRecord) -> Decoded | None:
+        self._hook_rate = record.learning_rate
+        if record.outputs is None:
+            return None
+        if record.immediate is not None and not self._decoder.compare(record.outputs, record.immediate):
+            self._late_read_failed()
+            self.count_error("decode", "an output read by the worker differs from the one read at once")
+            return None
+        self._decoded = self._decoder.decode(record.outputs)
+        return self._decoded
+
+    def _count_steps(self, record: StepRecord, steps: int, overflow: bool) -> None:
+        registry = self.registry
+        registry.add(metrics.STEPS, steps)
+        # Records that the full queue dropped are bridged: their steps trained on as much as this record's.
+        share = steps / record.steps
+        if record.samples is not None:
+            registry.add(metrics.SAMPLES, record.samples * share)
+        if record.tokens is not None:
+            registry.add(metrics.TOKENS, record.tokens * share)
+        repeated = min(record.step, self._earlier_step) - (record.step - steps)
+        if repeated > 0:
+            registry.add(metrics.REPEATED_STEPS, repeated)
+        if overflow:
+            registry.add(metrics.OVERFLOW_STEPS, 1)
+        self._schedule_steps += steps - (1 if overflow else 0)
+        registry.set(metrics.LAST_STEP_TIMESTAMP, record.wall)
+        registry.set(metrics.EPOCH, record.epoch)
+        if record.network_training is not None:
+            registry.set(metrics.NETWORK_TRAINING, float(record.network_training))
+        registry.observe(metrics.HOOK_SECONDS, record.hook_seconds)
+        self._hooks.append(record.hook_seconds)
+
+    def _detect(self, record: StepRecord, decoded: Decoded | None, overflow: bool, seconds: float | None) -> None:
+        observation = Observation(
+            step=record.step,
+            steps=record.steps,
+            loss=decoded.losses.get("total") if decoded else None,
+            gradient_norm=decoded.gradient_norm if decoded else None,
+            step_seconds=seconds,
+            samples=record.samples,
+            overflow=overflow,
+        )
+        for event in self.detectors.observe(observation):
+            kind, quantity = event.split(":", 1)
+            self.registry.add(metrics.NONFINITE if kind == "nonfinite" else metrics.SPIKES, 1, quantity)
+        if self._learner is not None:
+            self._learner.observe(observation)
+            if self._learner.baseline is not None:
+                self.baseline, self._learner = self._learner.baseline, None
+
+    def _checkpoint_has_begun(self, record: CheckpointBegan) -> None:
+        self._checkpoint_began[record.step] = record.at
+        self.phases.enter("checkpointing", record.at, record.wall)
+
+    def _checkpoint_ended(self, record: CheckpointEnded) -> None:
+        self.phases.leave("checkpointing", record.at, record.wall)
+        if record.file is None:
+            self._checkpoint_done(record.step, record.at, record.wall, record.failed)
+
+    def _checkpoint_whole(self, record: CheckpointWhole) -> None:
+        self._checkpoint_done(record.step, record.at, record.wall, record.failed)
+
+    def _checkpoint_done(self, step: int, at: float, wall: float, failed: bool) -> None:
+        began = self._checkpoint_began.pop(step, at)
+        registry = self.registry
+        if failed:
+            registry.add(metrics.CHECKPOINT_FAILURES, 1)
+            return
+        seconds = max(0.0, at - began)
+        self._longest_checkpoint = max(self._longest_checkpoint, seconds)
+        with registry.transaction():
+            registry.set(metrics.CHECKPOINT_LAST_TIMESTAMP, wall)
+            registry.set(metrics.CHECKPOINT_LAST_STEP, step)
+            registry.set(metrics.CHECKPOINT_LAST_DURATION, seconds)
+            registry.set(metrics.CHECKPOINT_LONGEST, self._longest_checkpoint)
+            registry.observe(metrics.CHECKPOINT_SECONDS, seconds)
+
+    def _evaluation_has_begun(self, record: EvaluationBegan) -> None:
+        self._evaluation_began = record.at
+        self.phases.enter("evaluating", record.at, record.wall)
+
+    def _evaluation_ended(self, record: EvaluationEnded) -> None:
+        self.phases.leave("evaluating", record.at, record.wall)
+        registry = self.registry
+        with registry.transaction():
+            for name, value in record.values.items():
+                registry.set(metrics.EVAL_VALUE, float(value), str(name)[:64])
+            registry.set(metrics.EVAL_LAST_STEP, record.step)
+            if self._evaluation_began is not None:
+                registry.set(metrics.EVAL_LAST_DURATION, record.at - self._evaluation_began)
+
+    def _phase_changed(self, record: PhaseChanged) -> None:
+        if record.phase in ("loading", "paused"):
+            self.phases.enter(record.phase, record.at, record.wall)
+        else:
+            self.phases.leave(self.phases.phase, record.at, record.wall)
+
+    def _run_ended(self, record: RunEnded) -> None:
+        # The first word counts: a signal that comes while a failed run tears down is not its reason.
+        if self._end is not None:
+            return
+        self._end = (record.reason, record.wall)
+        self.phases.enter("finished" if record.reason in FINISHED_REASONS else "failed", record.at, record.wall)
+        self.registry.set(metrics.END_TIMESTAMP, record.wall, record.reason)
+        self.progress = replace(self.progress, reason=record.reason)
+
+    # --- what goes out --------------------------------------------------------------------------------------------
+
+    def _first_page(self) -> None:
+        registry, identity = self.registry, self.identity
+        with registry.transaction():
+            registry.info(metrics.RANK_INFO, identity.info())
+            registry.set(metrics.WORLD_SIZE, identity.world_size)
+            registry.set(metrics.START_TIMESTAMP, self.phases.since_wall)
+            if identity.rank == 0:
+                for name, bound in self.config.thresholds.items():
+                    registry.set(metrics.THRESHOLD, bound, name)
+        self.publish(time.time(), queue_length=0, dropped=0, hook_errors=0)
+
+    def publish(self, wall: float, *, queue_length: int, dropped: int, hook_errors: int) -> None:
+        """Let the page show the present state, all of it at once."""
+        self.errors["hook"] = hook_errors
+        registry = self.registry
+        with registry.transaction():
+            registry.state(metrics.PHASE, self.phases.phase)
+            registry.set(metrics.PHASE_START, self.phases.since_wall)
+            for activity, seconds in self.phases.account.items():
+                registry.set(metrics.ACTIVITY_SECONDS, seconds, activity)
+            registry.set(metrics.COMPILE_SECONDS, self._compile_seconds)
+            registry.set(metrics.QUEUE_LENGTH, queue_length)
+            registry.set(metrics.RECORDS_DROPPED, dropped)
+            for stage, count in self.errors.items():
+                registry.set(metrics.ERRORS, count, stage)
+            if self._hooks:
+                registry.set(metrics.HOOK_MAX_SECONDS, max(self._hooks))
+            registry.set(metrics.LAST_UPDATE, wall)
+            self._publish_step()
+            self._publish_report()
+            self._publish_baseline()
+
+    def _publish_step(self) -> None:
+        registry = self.registry
+        if self._plan is not None:
+            registry.set(metrics.STEP, self.progress.step)
+        decoded = self._decoded
+        if decoded is not None:
+            for component, value in decoded.losses.items():
+                registry.set(metrics.LOSS, value, component)
+            registry.set(metrics.LOSS_VALID, 1.0 if decoded.losses else None)
+            registry.set(metrics.LOSS_SCALE, decoded.loss_scale)
+            registry.set(metrics.GRADIENT_NORM, decoded.gradient_norm)
+        for group, rate in enumerate(self._learning_rates() or ()):
+            registry.set(metrics.LEARNING_RATE, rate, str(group))
+
+    def _learning_rates(self) -> tuple[float, ...] | None:
+        """Rates of the step just done: what the train cell returned, what the hook read, else the closed form."""
+        if self._decoded is not None and self._decoded.learning_rates:
+            return self._decoded.learning_rates
+        if self._hook_rate is not None:
+            return (self._hook_rate,)
+        plan = self._plan
+        if plan is None or plan.rates is None or self._schedule_steps == 0:
+            return None
+        if plan.rates.changes_by_schedule:
+            return plan.rates.at((plan.schedule_step or 0) + self._schedule_steps - 1)
+        return plan.rates.read_live()
+
+    def _publish_report(self) -> None:
+        registry, report = self.registry, self.detectors.report()
+        for stat, value in (("mean", report.loss_mean), ("stddev", report.loss_stddev), ("min", report.loss_min),
+                            ("max", report.loss_max)):
+            registry.set(metrics.LOSS_WINDOW, value, stat)
+        registry.set(metrics.LOSS_SLOPE, report.loss_slope)
+        registry.set(metrics.LOSS_BEST, report.loss_best)
+        registry.set(metrics.STEPS_SINCE_BEST, report.steps_since_best)
+        registry.set(metrics.GRADIENT_NORM_WINDOW_MAX, report.gradient_norm_window_max)
+        registry.set(metrics.SMALL_GRADIENT_STEPS, report.small_gradient_steps)
+        stall = self.config.stall
+        usual = report.usual_record_seconds or 0.0
+        registry.set(metrics.STALL_TIMEOUT, max(stall.floor_seconds, stall.factor * usual))
+        self.progress = replace(self.progress, usual_record_seconds=report.usual_record_seconds)
+
+    def _publish_baseline(self) -> None:
+        registry, baseline = self.registry, self.baseline
+        if baseline is None:
+            return
+        for stat, value in (("mean", baseline.loss_mean), ("stddev", baseline.loss_stddev), ("max", baseline.loss_max)):
+            registry.set(metrics.BASELINE_LOSS, value, stat)
+        registry.set(metrics.BASELINE_STEP_SECONDS, baseline.step_seconds)
+        registry.set(metrics.BASELINE_SAMPLES, baseline.samples_per_second)
+        registry.set(metrics.BASELINE_GRADIENT_NORM, baseline.gradient_norm)
+        registry.set(metrics.BASELINE_UTILIZATION, baseline.utilization)

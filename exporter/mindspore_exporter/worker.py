@@ -1,0 +1,131 @@
+"""The worker thread: polls the queue, hands the records to the pipeline, publishes.
+
+It polls because waking a thread at each step would cost the training thread more than the whole hook. It sleeps so that
+each turn finds a handful of records: a longer burst would hold the interpreter lock, and with it the next step, for as
+long as the burst lasts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from .pipeline import Pipeline
+from .recordqueue import RecordQueue
+
+log = logging.getLogger(__name__)
+
+BURST = 6
+"""Records of one turn."""
+SHORTEST_SLEEP = 0.004
+LONGEST_SLEEP = 0.2
+PUBLISH_SECONDS = 1.0
+"""Time between two publications: the page is rendered once a second at most. A change of phase is published at once."""
+
+
+class Worker:
+    """Owns the thread. `flush` waits until all that was put before it is on the page."""
+
+    def __init__(self, queue: RecordQueue, pipeline: Pipeline, hook_errors: Callable[[], int],
+                 published: Callable[[], None]) -> None:
+        self._queue = queue
+        self._pipeline = pipeline
+        self._hook_errors = hook_errors
+        self._published = published
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._stopping = threading.Event()
+        self._flushed = threading.Condition()
+        self._flushes_asked = 0
+        self._flushes_done = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="mindspore-exporter-worker", daemon=True)
+        self._thread.start()
+
+    def call(self, task: Callable[[], None]) -> None:
+        """Let the worker run `task` between two records: the pipeline has one owner."""
+        self._inbox.append(task)
+
+    def flush(self, limit: float) -> bool:
+        """Wait until everything put so far is on the page, at most `limit` seconds. False where it is not."""
+        deadline = time.monotonic() + limit
+        with self._flushed:
+            self._flushes_asked += 1
+            asked = self._flushes_asked
+            while self._flushes_done < asked:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not self.alive:
+                    return False
+                self._flushed.wait(min(remaining, LONGEST_SLEEP))
+        return True
+
+    def stop(self, limit: float = 2.0) -> None:
+        """End the thread after it has taken and published what is queued; waits at most `limit` seconds."""
+        self._stopping.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(limit)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        sleep, published_at = LONGEST_SLEEP, 0.0
+        while True:
+            stopping = self._stopping.is_set()
+            asked, handled = self._flushes_asked, 0
+            try:
+                phase = self._pipeline.phases.phase
+                handled = self._take()
+                now = time.monotonic()
+                empty = not self._queue and not self._inbox
+                told = phase != self._pipeline.phases.phase or (empty and (stopping or asked > self._flushes_done))
+                if told or now - published_at >= PUBLISH_SECONDS:
+                    published_at = now
+                    self._publish(now, handled)
+            except Exception:
+                self._pipeline.count_error("publish", "the worker could not publish")
+                empty = not self._queue
+            if empty:
+                self._answer_flushes(asked)
+                if stopping:
+                    return
+            sleep = SHORTEST_SLEEP if stopping else self._next_sleep(sleep, handled)
+            time.sleep(sleep) if stopping else self._stopping.wait(sleep)
+
+    def _take(self) -> int:
+        while self._inbox:
+            self._inbox.popleft()()
+        records = self._queue.take(BURST)
+        for record in records:
+            self._pipeline.handle(record)
+        return len(records)
+
+    def _publish(self, now: float, handled: int) -> None:
+        if not handled:
+            self._pipeline.tick(now, self._queue.activity)
+        self._pipeline.publish(time.time(), queue_length=len(self._queue), dropped=self._queue.dropped,
+                               hook_errors=self._hook_errors())
+        self._published()
+
+    def _answer_flushes(self, asked: int) -> None:
+        if asked > self._flushes_done:
+            with self._flushed:
+                self._flushes_done = asked
+                self._flushed.notify_all()
+
+    def _next_sleep(self, sleep: float, handled: int) -> float:
+        """Halve the sleep while turns are full, stretch it while they are nearly empty."""
+        if self._flushes_asked > self._flushes_done or len(self._queue) >= BURST:
+            return SHORTEST_SLEEP
+        if handled >= BURST - 1:
+            return max(SHORTEST_SLEEP, sleep / 2)
+        if handled <= BURST // 3:
+            return min(LONGEST_SLEEP, sleep * 1.25)
+        return sleep
