@@ -56,7 +56,9 @@ class PrometheusMonitor(Callback):  # type: ignore[misc]
         self._depth += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
@@ -131,7 +133,12 @@ class PrometheusMonitor(Callback):  # type: ignore[misc]
     def _join_active(self) -> None:
         """A second monitor of the same configuration in one process goes on with the endpoint of the first."""
         active = exporters.active()
-        if active is not None and active is not self.exporter and active.running and active.config == self.exporter.config:
+        if (
+            active is not None
+            and active is not self.exporter
+            and active.running
+            and active.config == self.exporter.config
+        ):
             self.exporter = active
 
 
@@ -171,10 +178,21 @@ class _Run:
         self._checkpoints = CheckpointWatch(callbacks, exporter.put, lambda: self.step, exporter.await_checkpoint)
         epochs = params.get("epoch_num")
         planned = self._offset + epochs * per_epoch if epochs and per_epoch and per_epoch > 0 else None
-        exporter.put(RunBegan(
-            at, wall, self._offset, planned, per_epoch, params.get("cur_epoch_num") or 1, self._sink, steps,
-            tuple(kind.__name__ for kind in type(train_network).__mro__), self._rates, schedule_step,
-        ))
+        exporter.put(
+            RunBegan(
+                at,
+                wall,
+                self._offset,
+                planned,
+                per_epoch,
+                params.get("cur_epoch_num") or 1,
+                self._sink,
+                steps,
+                tuple(kind.__name__ for kind in type(train_network).__mro__),
+                self._rates,
+                schedule_step,
+            )
+        )
 
     def step_begins(self, now: float) -> None:
         """The batch is there and the step is about to run."""
@@ -205,10 +223,25 @@ class _Run:
         self.steps_of_last_record = steps
         outputs, immediate = self._outputs()
         samples, tokens = self._shares.of(params, steps)
-        queue.put_step(StepRecord(
-            step, steps, params.get("cur_epoch_num"), self._began_at, now, time.time(), self._others_seconds,
-            self._hook_seconds, outputs, immediate, samples, tokens, self._network.training, self._rate, self._first,
-        ))
+        queue.put_step(
+            StepRecord(
+                step,
+                steps,
+                params.get("cur_epoch_num"),
+                self._began_at,
+                now,
+                time.time(),
+                self._others_seconds,
+                self._hook_seconds,
+                outputs,
+                immediate,
+                samples,
+                tokens,
+                self._network.training,
+                self._rate,
+                self._first,
+            )
+        )
         if self._first:
             self._first = False
             self._exporter.first_step_done()

@@ -38,8 +38,13 @@ class CheckpointWatch:
     asynchronous save.
     """
 
-    def __init__(self, callbacks: Sequence[Any], put: Callable[[Record], None], step: Callable[[], int],
-                 await_file: Callable[[str, float, int], None]) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        put: Callable[[Record], None],
+        step: Callable[[], int],
+        await_file: Callable[[str, float, int], None],
+    ) -> None:
         self._put = put
         self._step = step
         self._await_file = await_file
@@ -75,7 +80,9 @@ class CheckpointWatch:
             setattr(callback, DECIDES, decides)
             setattr(callback, SAVES, saves)
         except AttributeError:
-            log.warning("the checkpoints of %s cannot be watched: its methods cannot be wrapped", type(callback).__name__)
+            log.warning(
+                "the checkpoints of %s cannot be watched: its methods cannot be wrapped", type(callback).__name__
+            )
             return
         self._wrapped.append(callback)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .errors import ExporterError
+from .metrics import Family
 
 COMMANDS = {
     "demo": ("mindspore_exporter.demo", "train on this machine and watch it through Prometheus"),
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mindspore-exporter", description="Prometheus exporter for MindSpore training")
+    parser = argparse.ArgumentParser(
+        prog="mindspore-exporter", description="Prometheus exporter for MindSpore training"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="validate a configuration, or print the reference of all keys")
@@ -79,16 +82,21 @@ def _metrics(parsed: argparse.Namespace) -> int:
     if parsed.format == "json":
         print(json.dumps(rows, indent=2))
         return 0
-    print(markdown_table(("family", "type", "labels", "lean", "meaning"), [
-        (f"`{family.name}`", family.kind, _labels(family), _lean(family.lean), family.help)
-        for family in metrics.CATALOGUE.values()
-    ]))
+    print(
+        markdown_table(
+            ("family", "type", "labels", "lean", "meaning"),
+            [
+                (f"`{family.name}`", family.kind, _labels(family), _lean(family.lean), family.help)
+                for family in metrics.CATALOGUE.values()
+            ],
+        )
+    )
     return 0
 
 
-def _labels(family: object) -> str:
-    names, values = getattr(family, "labels", ()), getattr(family, "values", ())
-    return f"{names[0]} = {', '.join(values)}" if values else ", ".join(names)
+def _labels(family: Family) -> str:
+    names = ", ".join(family.labels)
+    return f"{names} = {', '.join(family.values)}" if family.values else names
 
 
 def _lean(kept: bool | tuple[str, ...]) -> str:

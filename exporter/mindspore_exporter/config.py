@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from .discovery import host_fault, labels_fault
 from .errors import ConfigError
 
 PREFIX = "MINDSPORE_EXPORTER_"
@@ -47,30 +48,30 @@ class LossConfig(Section):
 class DataConfig(Section):
     """What one step trains on, where the dataset does not say."""
 
-    samples_per_step: float | None = Field(None, gt=0)
+    samples_per_step: float | None = Field(default=None, gt=0)
     """Samples of one step on this rank. Default: from the batch."""
-    tokens_per_sample: float | None = Field(None, gt=0)
+    tokens_per_sample: float | None = Field(default=None, gt=0)
     """Tokens of one sample. Default: the second dimension of a two-dimensional integer batch."""
 
 
 class StallConfig(Section):
     """When silence counts as a stall."""
 
-    floor_seconds: float = Field(180.0, gt=0)
+    floor_seconds: float = Field(default=180.0, gt=0)
     """Least stall timeout."""
-    factor: float = Field(10.0, ge=2)
+    factor: float = Field(default=10.0, ge=2)
     """Stall timeout as a multiple of the usual time between records."""
 
 
 class BaselineConfig(Section):
     """What the run is compared with."""
 
-    source: str = Field("self", alias="from")
+    source: str = Field(default="self", alias="from")
     """`self`: learnt from the run's first steps after warm-up. Else a file written by
     `mindspore-exporter baseline save`."""
-    steps: int = Field(100, ge=20, le=100_000)
+    steps: int = Field(default=100, ge=20, le=100_000)
     """Records that a baseline is learnt from."""
-    warmup_steps: int = Field(20, ge=0)
+    warmup_steps: int = Field(default=20, ge=0)
     """Records skipped before learning."""
 
 
@@ -81,7 +82,7 @@ class EvaluationConfig(Section):
     """Global steps between two evaluations."""
     dataset: Any = None
     """A MindSpore dataset (from Python), or `module:function` that returns one."""
-    max_batches: int = Field(50, gt=0)
+    max_batches: int = Field(default=50, gt=0)
     """Batches of one evaluation at most."""
 
 
@@ -98,9 +99,17 @@ class DiscoveryConfig(Section):
     @field_validator("labels")
     @classmethod
     def _label_names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
-            if not name.replace("_", "a").isalnum() or name[:1].isdigit() or not name.isascii():
-                raise ValueError(f"{name!r} is not a label name; allowed: letters, digits and _, not a digit first")
+        fault = labels_fault(value)
+        if fault:
+            raise ValueError(fault)
+        return value
+
+    @field_validator("address")
+    @classmethod
+    def _address_is_one_host(cls, value: str | None) -> str | None:
+        fault = host_fault(value) if value is not None else None
+        if fault:
+            raise ValueError(fault)
         return value
 
 
@@ -143,10 +152,10 @@ class MonitorConfig(BaseSettings):
 
     enabled: bool = True
     """False: the callback does nothing at all."""
-    run: str | None = Field(None, pattern=RUN_PATTERN)
+    run: str | None = Field(default=None, pattern=RUN_PATTERN)
     """Name of the run, the same on all ranks and across restarts. Default: the scheduler's job name, else made from
     msrun's scheduler address."""
-    port: int = Field(19440, ge=0, le=65535)
+    port: int = Field(default=19440, ge=0, le=65535)
     """Base port; the local rank is added. 0 lets the system choose."""
     port_probe: Literal["auto", "on", "off"] = "auto"
     """Whether a busy port is probed past. auto: on, but off in Kubernetes, where the port is announced beforehand."""
@@ -156,34 +165,34 @@ class MonitorConfig(BaseSettings):
     """Web configuration in the Prometheus exporter-toolkit format: TLS and basic auth."""
     profile: Literal["full", "lean"] = "full"
     """Series that `/metrics` shows when the scrape does not choose."""
-    linger_seconds: float | None = Field(None, ge=0, le=600)
+    linger_seconds: float | None = Field(default=None, ge=0, le=600)
     """Longest wait at interpreter exit for the last scrape. Default: 2.5 x the longest scrape interval seen, 20 to 90."""
     signals: bool = True
     """Whether SIGTERM and SIGINT are watched, so that the final state is published."""
     read: Literal["auto", "worker", "hook", "off"] = "auto"
     """Where outputs become numbers. auto: in the worker, proven in the first steps against reads at once; hook: on the
     training thread every `read_every` steps; off: never."""
-    read_every: int = Field(10, gt=0)
+    read_every: int = Field(default=10, gt=0)
     """Steps between two reads in the hook."""
     on_config_error: Literal["fail", "warn"] = "fail"
     """warn: a bad configuration is logged and the exporter stays off, instead of ending the run."""
     state_dir: Path | None = None
     """Directory for what survives a restart. Default: `$XDG_STATE_HOME/mindspore-exporter`; none in Kubernetes."""
-    window: int = Field(100, ge=10, le=10_000)
+    window: int = Field(default=100, ge=10, le=10_000)
     """Records in the windows of the detectors."""
     gradient_norm_floor: float = Field(1e-6, ge=0)
     """Gradient norm under which a step counts as a small-gradient step."""
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: LossConfig = LossConfig()
     """How outputs become losses."""
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: DataConfig = DataConfig()
     """What one step trains on."""
-    stall: StallConfig = Field(default_factory=StallConfig)
+    stall: StallConfig = StallConfig()
     """When silence counts as a stall."""
-    baseline: BaselineConfig = Field(default_factory=BaselineConfig)
+    baseline: BaselineConfig = BaselineConfig()
     """What the run is compared with."""
     evaluation: EvaluationConfig | None = None
     """An evaluation that the exporter runs itself. Default: none."""
-    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig)
+    discovery: DiscoveryConfig = DiscoveryConfig()
     """How Prometheus finds this rank without Kubernetes."""
     thresholds: dict[str, float] = Field(default_factory=dict)
     """Bounds of this run, which the alert rules prefer to their defaults."""
@@ -261,7 +270,9 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, which no configuration is")
     try:
-        if any(isinstance(token, (yaml.AliasToken, yaml.AnchorToken)) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
+        if any(
+            isinstance(token, (yaml.AliasToken, yaml.AnchorToken)) for token in yaml.scan(text, Loader=yaml.SafeLoader)
+        ):
             raise ConfigError(f"{path}: anchors and aliases are not allowed in a configuration")
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -305,7 +316,9 @@ def _keys_beside(path: list[str]) -> tuple[str, ...]:
     model: type[BaseModel] = MonitorConfig
     for part in path[:-1]:
         annotation = model.model_fields[part].annotation
-        candidates = [c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and issubclass(c, BaseModel)]
+        candidates = [
+            c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and issubclass(c, BaseModel)
+        ]
         if not candidates:
             return ()
         model = candidates[0]
@@ -333,7 +346,14 @@ def _rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str, str, str]
             rows.extend(_rows(sections[0], key + "."))
             continue
         kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-        default = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        default = field.get_default(call_default_factory=True)
         shown = "(required)" if field.is_required() else "" if default is None else repr(default)
-        rows.append((key, kind.replace("pathlib._local.", "").replace("pathlib.", ""), shown, " ".join((field.description or "").split())))
+        rows.append(
+            (
+                key,
+                kind.replace("pathlib._local.", "").replace("pathlib.", ""),
+                shown,
+                " ".join((field.description or "").split()),
+            )
+        )
     return rows

@@ -45,11 +45,15 @@ class OwnEvaluation:
 
 def _dataset(dataset: Any) -> Any:
     if dataset is None:
-        raise ConfigError("evaluation.dataset is not set; allowed: a MindSpore dataset (from Python), or 'module:function'")
+        raise ConfigError(
+            "evaluation.dataset is not set; allowed: a MindSpore dataset (from Python), or 'module:function'"
+        )
     if not isinstance(dataset, str):
         if not callable(getattr(dataset, "take", None)):
-            raise ConfigError(f"evaluation.dataset is a {type(dataset).__name__}; allowed: a MindSpore dataset, or"
-                              " 'module:function' that returns one")
+            raise ConfigError(
+                f"evaluation.dataset is a {type(dataset).__name__}; allowed: a MindSpore dataset, or"
+                " 'module:function' that returns one"
+            )
         return dataset
     module, _, function = dataset.partition(":")
     try:

@@ -114,44 +114,55 @@ class TrainingExporter:
             return self
         _replace_active(self)
         try:
+            self._make()
             self._open()
         except ConfigError as error:
+            self._shut(0.5)
             self._failed_start = True
             if self.config.on_config_error == "fail":
                 raise
             log.error("exporter: off: %s", error)
         except Exception:
             # Whatever it is, it is ours and not the training's.
+            self._shut(0.5)
             self._failed_start = True
             log.exception("exporter: could not start; the training goes on without it")
         return self
 
-    def _open(self) -> None:
+    def _make(self) -> None:
         config = self.config
         self.identity = identity = detect(config.run)
         self.registry = Registry(identity.constant_labels())
         self.registry.info(metrics.BUILD_INFO, versions())
         baseline = None if config.baseline.source == "self" else baselines.load(Path(config.baseline.source))
-        self.pipeline = Pipeline(config, identity, self.registry, baseline, late_read_failed=self._read_in_hook)
+        self.pipeline = Pipeline(
+            config, identity, self.registry, baseline, late_read_failed=self._read_in_hook
+        )
         self._server = MetricsServer(
-            self._render, health=self._health, default_profile=config.profile,
-            title=f"{identity.run} rank {identity.rank}", web_config=config.web_config, scraped=self._count_scrape,
+            self._render,
+            health=self._health,
+            default_profile=config.profile,
+            title=f"{identity.run} rank {identity.rank}",
+            web_config=config.web_config,
+            scraped=self._count_scrape,
         )
         self.worker = Worker(self.queue, self.pipeline, lambda: self.hook_errors, self._published)
+        self._signals = SignalWatch(self._signalled, limit=SIGNAL_LINGER_SECONDS + 1.0)
+
+    def _open(self) -> None:
         self._open_endpoint()
+        self._announce()
         self._running = True
         self.worker.start()
         self._restore_state()
-        self._announce()
-        self._signals = SignalWatch(self._signalled, limit=SIGNAL_LINGER_SECONDS + 1.0)
-        if config.signals:
+        if self.config.signals:
             self._signals.install()
         _exit_linger.add(self)
         _watch_forks()
 
     def _open_endpoint(self) -> None:
         config, identity = self.config, self.identity
-        assert identity is not None  # noqa: S101 - set by _open, for the type checker
+        assert identity is not None
         probing = config.port_probe == "on" or (config.port_probe == "auto" and not in_kubernetes())
         port = config.port and config.port + identity.local_rank
         try:
@@ -159,23 +170,33 @@ class TrainingExporter:
         except EndpointError as error:
             log.error("exporter: no endpoint, this rank will not be scraped: %s", error)
             return
-        log.info("exporter: run %s rank %d at %s://%s:%d/metrics, %s", identity.run, identity.rank,
-                 "https" if self._server.tls else "http", config.listen, bound,
-                 "authenticated" if self._server.authenticated else "unauthenticated")
+        log.info(
+            "exporter: run %s rank %d at %s://%s:%d/metrics, %s",
+            identity.run,
+            identity.rank,
+            "https" if self._server.tls else "http",
+            config.listen,
+            bound,
+            "authenticated" if self._server.authenticated else "unauthenticated",
+        )
 
     def stop(self, limit: float = 2.0) -> None:
         """Close everything: afterwards no socket, thread or pipe is left. Idempotent."""
+        if self._running:
+            self._shut(limit)
+
+    def _shut(self, limit: float) -> None:
         global _active
-        if not self._running:
-            return
-        self._running = False
-        self.worker.stop(limit)
-        self._save_state()
+        was_running, self._running = self._running, False
+        if was_running:
+            self.worker.stop(limit)
+            self._save_state()
         if self._target is not None:
             self._files.submit("remove target", self._target.remove, limit)
-        self._files.flush(limit)
-        self._signals.uninstall()
-        self._server.stop()
+            self._files.flush(limit)
+        if hasattr(self, "_signals"):
+            self._signals.uninstall()
+            self._server.stop()
         self._files.stop(limit)
         _exit_linger.discard(self)
         if _active is self:
@@ -184,11 +205,18 @@ class TrainingExporter:
     def __enter__(self) -> TrainingExporter:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.finish(kind, error)
 
-    def finish(self, kind: type[BaseException] | None = None, error: BaseException | None = None, *,
-               stop_requested: bool = False) -> None:
+    def finish(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        *,
+        stop_requested: bool = False,
+    ) -> None:
         """The training ended, by itself or by an exception. Training thread; the endpoint stays as long as the process."""
         if self._running:
             self.put(RunEnded(time.monotonic(), time.time(), classify(kind, error, stop_requested=stop_requested)))
@@ -217,18 +245,33 @@ class TrainingExporter:
 
     # --- the API for hand-written loops ---------------------------------------------------------------------------
 
-    def begin(self, *, planned_steps: int | None = None, resumed_step: int = 0, steps_per_epoch: int | None = None) -> None:
+    def begin(
+        self, *, planned_steps: int | None = None, resumed_step: int = 0, steps_per_epoch: int | None = None
+    ) -> None:
         """Say what is known before the first step: the global step at which the run will be done, the global step it
         resumes from. Optional; without it the loop counts from 0."""
         self._loop = _LoopState(self, resumed_step, steps_per_epoch)
-        self.put(RunBegan(time.monotonic(), time.time(), resumed_step, planned_steps, steps_per_epoch, 1, False, 1,
-                          ("",), None, None))
+        self.put(
+            RunBegan(
+                time.monotonic(),
+                time.time(),
+                resumed_step,
+                planned_steps,
+                steps_per_epoch,
+                1,
+                False,
+                1,
+                ("",),
+                None,
+                None,
+            )
+        )
 
     def step(self, samples: float | None = None, tokens: float | None = None) -> StepScope:
         """Scope of one training step; `samples` and `tokens` are this rank's share of it."""
         if self._loop is None:
             self.begin()
-        assert self._loop is not None  # noqa: S101 - set by begin, for the type checker
+        assert self._loop is not None
         return StepScope(self._loop, samples, tokens)
 
     @contextmanager
@@ -275,7 +318,9 @@ class TrainingExporter:
             self._next_state = now + STATE_SECONDS
             self._save_state()
         if self._awaited:
-            self._files.submit("look for checkpoint", functools.partial(self._look_for_checkpoints, list(self._awaited)))
+            self._files.submit(
+                "look for checkpoint", functools.partial(self._look_for_checkpoints, list(self._awaited))
+            )
         ended = self.pipeline.progress.reason is not None
         if ended and not self._ended:
             self._final_at = now
@@ -286,22 +331,28 @@ class TrainingExporter:
         """A late read was wrong once: from now on outputs are read on the training thread, every `read_every` steps."""
         if self.read_mode == "auto":
             self.read_mode = "hook"
-            log.warning("exporter: an output read by the worker differs from the one read at once; from now on outputs"
-                        " are read in the hook every %d steps", self.config.read_every)
+            log.warning(
+                "exporter: an output read by the worker differs from the one read at once; from now on outputs"
+                " are read in the hook every %d steps",
+                self.config.read_every,
+            )
 
     def _restore_state(self) -> None:
         directory = state.default_directory(self.config, os.environ)
         if directory is None or self.identity is None:
             return
         identity = self.identity
-        self._state_file = state.StateFile(directory, identity.run, identity.rank, identity.world_size,
-                                           state.config_hash(self.config))
+        self._state_file = state.StateFile(
+            directory, identity.run, identity.rank, identity.world_size, state.config_hash(self.config)
+        )
 
         def restored(found: state.RunState | None, error: BaseException | None) -> None:
             if error is None:
                 self.worker.call(functools.partial(self._restored, found))
             else:
-                log.warning("exporter: the state of earlier attempts cannot be read, restarts are not counted: %s", error)
+                log.warning(
+                    "exporter: the state of earlier attempts cannot be read, restarts are not counted: %s", error
+                )
 
         self._files.submit("load state", self._state_file.load, done=restored)
 
@@ -320,10 +371,21 @@ class TrainingExporter:
         config, identity, server = self.config.discovery, self.identity, self._server
         if config.directory is None or identity is None or server.port is None:
             return
-        labels = {"__meta_mindspore_world_size": str(identity.world_size), "__meta_mindspore_host": identity.host,
-                  "__meta_mindspore_local_rank": str(identity.local_rank), **config.labels}
-        self._target = TargetFile(config.directory, identity.run, identity.rank, address=config.address or identity.host,
-                                  port=server.port, scheme="https" if server.tls else "http", labels=labels)
+        labels = {
+            "__meta_mindspore_world_size": str(identity.world_size),
+            "__meta_mindspore_host": identity.host,
+            "__meta_mindspore_local_rank": str(identity.local_rank),
+            **config.labels,
+        }
+        self._target = TargetFile(
+            config.directory,
+            identity.run,
+            identity.rank,
+            address=config.address or identity.host,
+            port=server.port,
+            scheme="https" if server.tls else "http",
+            labels=labels,
+        )
         self._next_touch = time.monotonic() + refresh_delay()
         self._files.submit("write target", self._target.write, done=_log_file_error)
 
@@ -413,19 +475,33 @@ class StepScope:
         self._values: RecordedValues | None = None
         self._began = 0.0
 
-    def record(self, *, loss: Any = None, learning_rate: Any = None, gradient_norm: Any = None, parameter_norm: Any = None,
-               update_ratio: Any = None, loss_scale: Any = None, overflow: Any = None,
-               components: Mapping[str, Any] | None = None) -> None:
+    def record(
+        self,
+        *,
+        loss: Any = None,
+        learning_rate: Any = None,
+        gradient_norm: Any = None,
+        parameter_norm: Any = None,
+        update_ratio: Any = None,
+        loss_scale: Any = None,
+        overflow: Any = None,
+        components: Mapping[str, Any] | None = None,
+    ) -> None:
         """Values of this step: numbers or tensors of one element, read later by the worker. `loss` is the total (or a
         dictionary of named losses), `learning_rate` a value or a sequence by group, `components` the loss's parts."""
         try:
-            losses: dict[str, Any] = dict(loss) if isinstance(loss, Mapping) else {} if loss is None else {"total": loss}
+            losses: dict[str, Any] = (
+                dict(loss) if isinstance(loss, Mapping) else {} if loss is None else {"total": loss}
+            )
             rates = tuple(learning_rate) if isinstance(learning_rate, (list, tuple)) else (learning_rate,)
             self._values = RecordedValues(
                 losses=retain({**losses, **(components or {})}),
                 learning_rates=retain(tuple(rate for rate in rates if rate is not None)),
-                gradient_norm=retain(gradient_norm), parameter_norm=retain(parameter_norm),
-                update_ratio=retain(update_ratio), loss_scale=retain(loss_scale), overflow=retain(overflow),
+                gradient_norm=retain(gradient_norm),
+                parameter_norm=retain(parameter_norm),
+                update_ratio=retain(update_ratio),
+                loss_scale=retain(loss_scale),
+                overflow=retain(overflow),
             )
         except Exception:
             self._loop.exporter.hook_failed("step.record")
@@ -438,7 +514,9 @@ class StepScope:
             loop.exporter.put(CompileBegan(self._began, time.time()))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         ended, loop = time.monotonic(), self._loop
         if kind is not None and self._values is None:
             return
@@ -447,10 +525,25 @@ class StepScope:
             epoch = (loop.step - 1) // loop.steps_per_epoch + 1 if loop.steps_per_epoch else None
             loop.exporter.queue.activity = "data_wait"
             if loop.exporter.running:
-                loop.exporter.queue.put_step(StepRecord(
-                    loop.step, 1, epoch, self._began, ended, time.time(), 0.0, 0.0, self._values, None, self._samples,
-                    self._tokens, None, None, loop.first,
-                ))
+                loop.exporter.queue.put_step(
+                    StepRecord(
+                        loop.step,
+                        1,
+                        epoch,
+                        self._began,
+                        ended,
+                        time.time(),
+                        0.0,
+                        0.0,
+                        self._values,
+                        None,
+                        self._samples,
+                        self._tokens,
+                        None,
+                        None,
+                        loop.first,
+                    )
+                )
             loop.first = False
         except Exception:
             loop.exporter.hook_failed("step")
@@ -475,8 +568,12 @@ def versions() -> dict[str, str]:
     def of(module: str) -> str:
         return str(getattr(sys.modules.get(module), "__version__", ""))
 
-    return {"version": __version__, "mindspore": of("mindspore"), "mindformers": of("mindformers"),
-            "python": platform.python_version()}
+    return {
+        "version": __version__,
+        "mindspore": of("mindspore"),
+        "mindformers": of("mindformers"),
+        "python": platform.python_version(),
+    }
 
 
 def active() -> TrainingExporter | None:
@@ -513,4 +610,3 @@ def _abandon_in_child() -> None:
     exporter, _active = _active, None
     if exporter is not None:
         exporter.abandon_in_child()
-

@@ -41,6 +41,7 @@ class Phases:
 
     def __init__(self, at: float, wall: float) -> None:
         self.phase = "starting"
+        self.began_at = at
         self.since_wall = wall
         self.account = dict.fromkeys(ACTIVITIES, 0.0)
         self._until = at
@@ -90,7 +91,9 @@ class Phases:
         self.enter("compiling", at, wall)
         self._last_end = None
 
-    def record(self, began: float, ended: float, wall: float, others: float, *, compiled: bool, sink: bool) -> Interval | None:
+    def record(
+        self, began: float, ended: float, wall: float, others: float, *, compiled: bool, sink: bool
+    ) -> Interval | None:
         """A record came: split the time since the last one. None for a record without a predecessor."""
         first, last_end = self._last_end is None or compiled, self._last_end
         clean, excluded = self._clean and not compiled, self._excluded

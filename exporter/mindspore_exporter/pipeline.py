@@ -55,8 +55,16 @@ class Pipeline:
     present state. Nothing here runs on the training thread.
     """
 
-    def __init__(self, config: MonitorConfig, identity: Identity, registry: Registry, baseline: Baseline | None = None,
-                 *, late_read_failed: Callable[[], None] = lambda: None, at: float | None = None) -> None:
+    def __init__(
+        self,
+        config: MonitorConfig,
+        identity: Identity,
+        registry: Registry,
+        baseline: Baseline | None = None,
+        *,
+        late_read_failed: Callable[[], None] = lambda: None,
+        at: float | None = None,
+    ) -> None:
         self.config = config
         self.identity = identity
         self.registry = registry
@@ -66,7 +74,9 @@ class Pipeline:
         self.errors = dict.fromkeys(metrics.ERROR_STAGES, 0)
         self.progress = Progress(0, None, None)
         self._late_read_failed = late_read_failed
-        self._learner = BaselineLearner(config.baseline.steps, config.baseline.warmup_steps) if baseline is None else None
+        self._learner = (
+            BaselineLearner(config.baseline.steps, config.baseline.warmup_steps) if baseline is None else None
+        )
         self._decoder = Decoder((), config.loss)
         self._plan: RunBegan | None = None
         self._schedule_steps = 0
@@ -75,6 +85,7 @@ class Pipeline:
         self._hooks: deque[float] = deque(maxlen=LAST_HOOKS)
         self._earlier_step = 0
         self._compile_seconds = 0.0
+        self._last_record_at = self.phases.began_at
         self._compile_began: float | None = None
         self._checkpoint_began: dict[int, float] = {}
         self._longest_checkpoint = 0.0
@@ -102,6 +113,10 @@ class Pipeline:
             self._handlers[type(record)](record)
         except Exception:
             self.count_error("decode", f"a {type(record).__name__} could not be handled")
+
+    def silent_for(self, at: float) -> float:
+        """Seconds since the last step record."""
+        return at - self._last_record_at
 
     def tick(self, at: float, activity: str) -> None:
         """Let the wall-time account go on while no record comes. `activity`: what the training thread is doing."""
@@ -143,9 +158,13 @@ class Pipeline:
         self.phases.compile_began(record.at, record.wall)
 
     def _step(self, record: StepRecord) -> None:
-        plan = self._plan
+        plan, self._last_record_at = self._plan, record.ended_at
         interval = self.phases.record(
-            record.began_at, record.ended_at, record.wall, record.others_seconds, compiled=record.compiled,
+            record.began_at,
+            record.ended_at,
+            record.wall,
+            record.others_seconds,
+            compiled=record.compiled,
             sink=plan.sink if plan else False,
         )
         decoded = self._read(record)
@@ -172,7 +191,9 @@ class Pipeline:
             self._late_read_failed()
             self.count_error("decode", "an output read by the worker differs from the one read at once")
             return None
+        unknown = self._decoder.unknown
         self._decoded = self._decoder.decode(record.outputs)
+        self.errors["decode"] += self._decoder.unknown - unknown
         return self._decoded
 
     def _count_steps(self, record: StepRecord, steps: int, overflow: bool) -> None:
@@ -316,6 +337,8 @@ class Pipeline:
             registry.set(metrics.LOSS_VALID, 1.0 if decoded.losses else None)
             registry.set(metrics.LOSS_SCALE, decoded.loss_scale)
             registry.set(metrics.GRADIENT_NORM, decoded.gradient_norm)
+            registry.set(metrics.PARAMETER_NORM, decoded.parameter_norm)
+            registry.set(metrics.UPDATE_RATIO, decoded.update_ratio)
         for group, rate in enumerate(self._learning_rates() or ()):
             registry.set(metrics.LEARNING_RATE, rate, str(group))
 
@@ -334,8 +357,12 @@ class Pipeline:
 
     def _publish_report(self) -> None:
         registry, report = self.registry, self.detectors.report()
-        for stat, value in (("mean", report.loss_mean), ("stddev", report.loss_stddev), ("min", report.loss_min),
-                            ("max", report.loss_max)):
+        for stat, value in (
+            ("mean", report.loss_mean),
+            ("stddev", report.loss_stddev),
+            ("min", report.loss_min),
+            ("max", report.loss_max),
+        ):
             registry.set(metrics.LOSS_WINDOW, value, stat)
         registry.set(metrics.LOSS_SLOPE, report.loss_slope)
         registry.set(metrics.LOSS_BEST, report.loss_best)

@@ -74,7 +74,8 @@ class Registry:
                     continue
                 if family.kind == "counter" and (family.values or not family.labels):
                     samples = self._values.setdefault(family.name, {})
-                    for key in [(value,) for value in family.values] or [()]:
+                    keys: list[Labels] = [(value,) for value in family.values]
+                    for key in keys or [()]:
                         samples.setdefault(key, 0.0)
                 elif family.kind in ("histogram", "summary") and family is not metrics.DATA_WAIT_SECONDS:
                     self._distributions.setdefault(family.name, _Distribution(len(family.buckets)))
@@ -164,8 +165,13 @@ class Registry:
             self._named.add((family.name, labels))
             dropped = self._values.setdefault(metrics.SERIES_DROPPED.name, {})
             dropped[()] = dropped.get((), 0.0) + 1
-            log.warning("%s: at most %d values of %s are exported, %r is dropped", family.name, family.cap,
-                        "/".join(family.labels), "/".join(labels))
+            log.warning(
+                "%s: at most %d values of %s are exported, %r is dropped",
+                family.name,
+                family.cap,
+                "/".join(family.labels),
+                "/".join(labels),
+            )
         return False
 
     # --- rendering ------------------------------------------------------------------------------------------------
@@ -188,9 +194,8 @@ class Registry:
 
     def render(self, openmetrics: bool = False, profile: str = "full", groups: Collection[str] = ()) -> bytes:
         """The page as text, in the Prometheus or the OpenMetrics format."""
-        page = _Page(self.collect(profile, groups))
-        # The exposition functions only ask for .collect(); they are typed for the client's own registry.
-        return openmetrics_latest(page) if openmetrics else text_latest(page)  # type: ignore[arg-type,no-any-return]
+        write: Callable[[_Page], bytes] = openmetrics_latest if openmetrics else text_latest
+        return write(_Page(self.collect(profile, groups)))
 
     def series(self, profile: str = "full") -> int:
         """Number of series on the page."""

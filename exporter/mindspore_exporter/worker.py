@@ -29,8 +29,9 @@ PUBLISH_SECONDS = 1.0
 class Worker:
     """Owns the thread. `flush` waits until all that was put before it is on the page."""
 
-    def __init__(self, queue: RecordQueue, pipeline: Pipeline, hook_errors: Callable[[], int],
-                 published: Callable[[], None]) -> None:
+    def __init__(
+        self, queue: RecordQueue, pipeline: Pipeline, hook_errors: Callable[[], int], published: Callable[[], None]
+    ) -> None:
         self._queue = queue
         self._pipeline = pipeline
         self._hook_errors = hook_errors
@@ -110,8 +111,9 @@ class Worker:
     def _publish(self, now: float, handled: int) -> None:
         if not handled:
             self._pipeline.tick(now, self._queue.activity)
-        self._pipeline.publish(time.time(), queue_length=len(self._queue), dropped=self._queue.dropped,
-                               hook_errors=self._hook_errors())
+        self._pipeline.publish(
+            time.time(), queue_length=len(self._queue), dropped=self._queue.dropped, hook_errors=self._hook_errors()
+        )
         self._published()
 
     def _answer_flushes(self, asked: int) -> None:

@@ -18,7 +18,12 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_without_anything_the_defaults_hold() -> None:
     loaded = config.load()
-    assert (loaded.port, loaded.window, loaded.baseline.source, loaded.stall.floor_seconds) == (19440, 100, "self", 180.0)
+    assert (loaded.port, loaded.window, loaded.baseline.source, loaded.stall.floor_seconds) == (
+        19440,
+        100,
+        "self",
+        180.0,
+    )
 
 
 def test_arguments_beat_environment_and_environment_beats_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +57,7 @@ def test_the_yaml_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
         ("loss: {totl: x}\n", "loss.totl (YAML): no such key; did you mean 'total'?"),
         ("thresholds: {device_temperature: 80}\n", "did you mean 'device_temperature_celsius'?"),
         ("loss: {names: [a, b], total: c}\n", "loss.total is 'c' but loss.names has only a, b"),
-        ("discovery: {labels: {'my-team': x}}\n", "'my-team' is not a label name"),
+        ("discovery: {labels: {'my-team': x}}\n", "label 'my-team': allowed are letters, digits and _"),
         ("evaluation: {max_batches: 3}\n", "evaluation.every_steps (YAML)"),
         ("- a\n", "must hold keys and values at its top, has a list"),
         ("1: 2\n", "the key 1 must be a text"),

@@ -26,7 +26,9 @@ def without_mindspore(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"RANK_ID": "x", "RANK_SIZE": ""}, 0, 1, 0),
     ],
 )
-def test_rank_world_and_local_rank_come_from_the_launcher(environment: dict[str, str], rank: int, world: int, local: int) -> None:
+def test_rank_world_and_local_rank_come_from_the_launcher(
+    environment: dict[str, str], rank: int, world: int, local: int
+) -> None:
     identity = detect("r", environment)
     assert (identity.rank, identity.world_size, identity.local_rank) == (rank, world, local)
 

@@ -112,9 +112,29 @@ def test_a_phase_nobody_knows_is_refused_with_the_list_of_those_allowed() -> Non
         started().enter("sleeping", 1.0, WALL)
 
 
-ACTIONS = st.lists(st.tuples(
-    st.sampled_from(["record", "compile", "tick_step", "tick_data_wait", "tick_other", "eval", "uneval", "save", "saved", "fail", "start"]),
-    st.floats(0.001, 50.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0)), max_size=40)
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                "record",
+                "compile",
+                "tick_step",
+                "tick_data_wait",
+                "tick_other",
+                "eval",
+                "uneval",
+                "save",
+                "saved",
+                "fail",
+                "start",
+            ]
+        ),
+        st.floats(0.001, 50.0),
+        st.floats(0.0, 1.0),
+        st.floats(0.0, 1.0),
+    ),
+    max_size=40,
+)
 
 
 @given(ACTIONS)

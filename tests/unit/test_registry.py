@@ -55,14 +55,19 @@ def test_the_openmetrics_parser_accepts_the_whole_catalogue(registry: Registry, 
 def test_promtool_finds_nothing_to_say_about_the_whole_catalogue(registry: Registry, profile: str) -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool comes with Debian's package prometheus; make test installs it"
-    done = subprocess.run([promtool, "check", "metrics"], input=full(registry).render(profile=profile), capture_output=True)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=full(registry).render(profile=profile), capture_output=True, check=False
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 def test_no_family_emits_a_target_label_and_names_follow_the_conventions() -> None:
     for family in metrics.CATALOGUE.values():
         assert not set(family.labels) & set(metrics.FORBIDDEN_LABELS), family.name
-        assert re.fullmatch(r"mindspore_(rank|train|checkpoint|eval|model|device|allocator|guard|exporter|relay)_[a-z0-9_]+", family.name)
+        assert re.fullmatch(
+            r"mindspore_(rank|train|checkpoint|eval|model|device|allocator|guard|exporter|relay)_[a-z0-9_]+",
+            family.name,
+        )
         assert family.name.endswith("_total") == (family.kind == "counter"), family.name
         assert family.name.endswith("_info") == (family.kind == "info"), family.name
         assert family.help.endswith((".", ")")), family.name
@@ -88,13 +93,20 @@ def test_a_value_that_is_not_known_is_absent_not_last_known(registry: Registry, 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_shown_as_it_is(registry: Registry, value: float) -> None:
     registry.set(metrics.LOSS, value, "total")
-    shown = [s.value for f in text_families(registry.render().decode()) for s in f.samples if s.name == "mindspore_train_loss"]
+    shown = [
+        s.value
+        for f in text_families(registry.render().decode())
+        for s in f.samples
+        if s.name == "mindspore_train_loss"
+    ]
     assert str(shown) == str([value])
 
 
 def test_a_state_set_has_exactly_one_state(registry: Registry) -> None:
     registry.state(metrics.PHASE, "training")
-    samples = [s for f in text_families(registry.render().decode()) for s in f.samples if s.name == "mindspore_train_phase"]
+    samples = [
+        s for f in text_families(registry.render().decode()) for s in f.samples if s.name == "mindspore_train_phase"
+    ]
     assert len(samples) == len(metrics.PHASES)
     assert [s.labels["phase"] for s in samples if s.value == 1] == ["training"]
     with pytest.raises(ValueError, match="no state 'sleeping'; allowed: starting"):
@@ -105,7 +117,10 @@ def test_a_user_named_label_is_capped_and_what_is_dropped_is_counted_once_a_valu
     for _ in range(3):
         for number in range(20):
             registry.set(metrics.EVAL_VALUE, 1.0, f"metric{number}")
-    assert len([line for line in registry.render().decode().splitlines() if line.startswith("mindspore_eval_value{")]) == 16
+    assert (
+        len([line for line in registry.render().decode().splitlines() if line.startswith("mindspore_eval_value{")])
+        == 16
+    )
     assert registry.value(metrics.SERIES_DROPPED) == 4
 
 
@@ -153,11 +168,21 @@ def test_no_created_series_and_no_timestamps(registry: Registry) -> None:
 
 
 def test_the_class_of_metrics_does_not_depend_on_an_inherited_multiprocess_directory() -> None:
-    script = ("from mindspore_exporter.registry import Registry; from mindspore_exporter import metrics;"
-              "r = Registry({'run': 'a', 'rank': '0'}); r.add(metrics.STEPS, 5); print(r.render().decode())")
-    done = subprocess.run(["python3", "-c", script], capture_output=True, text=True, check=False,
-                          env={"PYTHONPATH": ":".join(__import__("sys").path), "PROMETHEUS_MULTIPROC_DIR": "/nonexistent",
-                               "PATH": __import__("os").environ["PATH"]})
+    script = (
+        "from mindspore_exporter.registry import Registry; from mindspore_exporter import metrics;"
+        "r = Registry({'run': 'a', 'rank': '0'}); r.add(metrics.STEPS, 5); print(r.render().decode())"
+    )
+    done = subprocess.run(
+        ["python3", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            "PYTHONPATH": ":".join(__import__("sys").path),
+            "PROMETHEUS_MULTIPROC_DIR": "/nonexistent",
+            "PATH": __import__("os").environ["PATH"],
+        },
+    )
     assert 'mindspore_train_steps_total{rank="0",run="a"} 5.0' in done.stdout, done.stderr
 
 
