@@ -256,9 +256,11 @@ def test_a_resumed_optimiser_goes_on_at_its_own_step(mode: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def lr() -> Any:
-    """Its schedules; the import takes seconds."""
-    from mindformers.core import lr
+def lr(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Its schedules; the import takes seconds and opens log files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path_factory.mktemp("mindformers")))
+        from mindformers.core import lr
 
     return lr
 
