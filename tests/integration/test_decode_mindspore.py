@@ -189,13 +189,13 @@ class CpuMFTrainOneStepCell(MFTrainOneStepCell):
 
 
 @pytest.fixture(scope="module")
-def their_reading(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Any, ...]]:
+def their_reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], tuple[Any, ...]]]:
     """How MFLossMonitor reads the same outputs; the import takes seconds and opens log files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path_factory.mktemp("mindformers")))
         from mindformers.core.callback.callback import _get_loss_output
 
-    return _get_loss_output
+        yield _get_loss_output
 
 
 @pytest.mark.parametrize("cell", [MFTrainOneStepCell, CpuMFTrainOneStepCell])

@@ -256,13 +256,13 @@ def test_a_resumed_optimiser_goes_on_at_its_own_step(mode: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def lr(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def lr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Its schedules; the import takes seconds and opens log files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_DEFAULT_PATH", str(tmp_path_factory.mktemp("mindformers")))
         from mindformers.core import lr
 
-    return lr
+        yield lr
 
 
 TRANSFORMERS_RATES: dict[str, dict[str, Any]] = {
