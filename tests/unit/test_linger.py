@@ -84,15 +84,20 @@ def test_ctrl_c_ends_the_wait_at_once() -> None:
 
 def run_at_exit(script: str, interrupt: bool = False) -> subprocess.CompletedProcess[str]:
     head = """
-        import os, sys, time
+        import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         from mindspore_exporter.linger import ExitLinger, wait_for_last_scrape
         class Member:
             def __init__(self, name="a", limit=0.0):
                 self.name, self.limit = name, limit
+                self.said = False
+            def unserved(self):
+                if not self.said:
+                    self.said = True
+                    print("lingers", self.name, os.getpid() == parent, flush=True)
+                return ["prometheus"] if self.limit else []
             def linger(self):
-                print("lingers", self.name, os.getpid() == parent, flush=True)
-                done = wait_for_last_scrape(lambda: ["prometheus"] if self.limit else [], self.limit)
-                print("done", self.name, done, flush=True)
+                print("done", self.name, wait_for_last_scrape(self.unserved, self.limit), flush=True)
         parent = os.getpid()
         exit_linger = ExitLinger()
     """

@@ -19,6 +19,7 @@ from mindspore_exporter.signals import SignalWatch
 HEAD = """
 import ctypes, faulthandler, logging, os, signal, sys, threading, time
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 from mindspore_exporter import signals
 from mindspore_exporter.signals import SignalWatch
 
@@ -39,6 +40,7 @@ def hold_the_lock(seconds):
     "As a compile does: C code in the main thread that keeps the interpreter lock, whatever signal comes."
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
+    say(hex(ctypes.addressof(mutex)))
     until = (ctypes.c_long * 2)(int(time.time() + seconds), int((time.time() + seconds) % 1 * 1e9))
     libc.pthread_mutex_timedlock(mutex, until)
 
@@ -117,8 +119,8 @@ def test_sigterm_publishes_the_end_and_then_kills_the_process(start: Start, busy
 
 
 def test_sigterm_during_a_compile_publishes_as_soon_as_the_interpreter_lock_is_free(start: Start) -> None:
-    child = start("watch.install(); say('compiling'); hold_the_lock(1.0); block_in_c(60)")
-    child.line()
+    child = start("watch.install(); hold_the_lock(1.0); block_in_c(60)")
+    wait_until_held(child)
     child.send(signal.SIGTERM)
     assert child.line() == "ended 15 sigterm"
     assert child.status() == -signal.SIGTERM
@@ -180,8 +182,8 @@ def test_a_second_signal_ends_the_process_at_once(start: Start, second: int, bus
 
 
 def test_a_second_sigterm_ends_a_process_whose_interpreter_lock_is_never_released(start: Start) -> None:
-    child = start("watch.install(); say('ready'); hold_the_lock(60)")
-    child.line()
+    child = start("watch.install(); hold_the_lock(60)")
+    wait_until_held(child)
     child.send(signal.SIGTERM)
     wait_until(lambda: not catches_sigterm(child.process.pid))
     assert child.process.poll() is None
@@ -578,6 +580,17 @@ def catches_sigterm(pid: int) -> bool:
     with open(f"/proc/{pid}/status") as status:
         caught = next(line for line in status if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)))
+
+
+def wait_until_held(child: Child) -> None:
+    """The main thread waits for the mutex of `hold_the_lock`: its futex call has the mutex's address."""
+    mutex = child.line()
+
+    def waits() -> bool:
+        with open(f"/proc/{child.process.pid}/syscall") as syscall:
+            return mutex in syscall.read().split()
+
+    wait_until(waits)
 
 
 def wait_until(fact: Callable[[], bool], limit: float = 20.0) -> None:
