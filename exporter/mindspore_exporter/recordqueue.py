@@ -25,7 +25,6 @@ class RecordQueue:
         self.activity = "other"
         """What the training thread is doing: `step`, `data_wait` or `other`."""
         self._records: deque[Record] = deque()
-        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -33,17 +32,12 @@ class RecordQueue:
     def put_step(self, record: StepRecord) -> None:
         """Append a step record, or drop and count it when the queue is full."""
         waiting = len(self._records)
-        if waiting >= MEASURED_FROM:
-            if waiting >= MAX_RECORDS:
-                self.dropped += 1
-                return
-            self._bytes += footprint(record.outputs)
-            if self._bytes > MAX_BYTES:
-                self._bytes -= footprint(record.outputs)
-                self.dropped += 1
-                return
-        else:
-            self._bytes = 0
+        # The records of a train cell are alike, so this one's size tells that of all that wait.
+        if waiting >= MEASURED_FROM and (
+            waiting >= MAX_RECORDS or (waiting + 1) * footprint(record.outputs) > MAX_BYTES
+        ):
+            self.dropped += 1
+            return
         self._records.append(record)
 
     def put(self, record: Record) -> None:
