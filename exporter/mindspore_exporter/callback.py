@@ -235,9 +235,7 @@ class _Run:
                 self._first,
             )
         )
-        if self._first:
-            self._first = False
-            self._exporter.first_step_done()
+        self._first = False
         queue.activity = self._clock.activity_after_step
         self._left_at = left_at = monotonic()
         self._hook_seconds = left_at - now

@@ -240,11 +240,6 @@ class TrainingExporter:
         if self.hook_errors == 1:
             log.exception("exporter: error in %s; the training goes on, further errors are only counted", hook)
 
-    def first_step_done(self) -> None:
-        """MindSpore has just overwritten the SIGINT handler. Training thread, after the first step."""
-        if self._running and self.config.signals:
-            self._signals.after_first_step()
-
     def await_checkpoint(self, file: str, began_wall: float, step: int) -> None:
         """An asynchronous save still has to make `file` whole. Training thread."""
         self._awaited.append((file, began_wall, step))
@@ -419,7 +414,7 @@ class TrainingExporter:
     def _signalled(self, signum: int) -> None:
         """In the signal watcher's thread: publish the final state, wait for its scrape, take the target back."""
         deadline = time.monotonic() + SIGNAL_LINGER_SECONDS
-        self.queue.put(RunEnded(time.monotonic(), time.time(), self._signal_reason(signum)))
+        self.queue.put(RunEnded(time.monotonic(), time.time(), self._signal_reason()))
         self.worker.flush(1.0)
         self._save_state()
         self._wait_for_last_scrape(deadline - time.monotonic())
@@ -427,9 +422,11 @@ class TrainingExporter:
             self._files.submit("remove target", self._target.remove)
         self._files.flush(max(0.1, deadline - time.monotonic()))
 
-    def _signal_reason(self, signum: int) -> str:
-        if signum == 2:
-            return "keyboard_interrupt"
+    def _signal_reason(self) -> str:
+        """Reason by the sender, where the system tells it, else by what the signal interrupted."""
+        reason = self._signals.reason()
+        if reason != "sigterm" or self._signals.sender_pid() is not None:
+            return reason
         usual = self.pipeline.progress.usual_record_seconds or 0.0
         in_flight = self.pipeline.phases.phase == "training" and self.queue.activity == "step"
         if in_flight and self.pipeline.silent_for(time.monotonic()) > max(IN_FLIGHT_SECONDS, IN_FLIGHT_FACTOR * usual):
