@@ -204,7 +204,7 @@ class SignalWatch:
                 self.reason(),
                 self._limit,
             )
-            self._ended(signal.SIGTERM)
+            self._ended(int(signal.SIGTERM))
         except Exception:
             log.exception("exporter: the final state could not be published")
         with contextlib.suppress(OSError):

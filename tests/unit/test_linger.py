@@ -106,6 +106,7 @@ def run_at_exit(script: str, interrupt: bool = False) -> subprocess.CompletedPro
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     first = ""
     if interrupt:

@@ -57,6 +57,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert self.process.stdout is not None
         self.descriptor = self.process.stdout.fileno()
