@@ -322,7 +322,7 @@ class TrainingExporter:
             self._files.submit(
                 "look for checkpoint", functools.partial(self._look_for_checkpoints, list(self._awaited))
             )
-        ended = self.pipeline.progress.reason is not None
+        ended = self.pipeline.end_reason is not None
         if ended and not self._ended:
             self._final_at = now
             self._server.invalidate()
@@ -365,7 +365,7 @@ class TrainingExporter:
     def _save_state(self) -> None:
         if self._state is None or self._state_file is None:
             return
-        self._state = state.advance(self._state, self.pipeline.progress.step, self.pipeline.baseline)
+        self._state = state.advance(self._state, self.pipeline.step, self.pipeline.baseline)
         self._files.submit("save state", functools.partial(self._state_file.save, self._state))
 
     def _announce(self) -> None:
@@ -427,7 +427,7 @@ class TrainingExporter:
         reason = self._signals.reason()
         if reason != "sigterm" or self._signals.sender_pid() is not None:
             return reason
-        usual = self.pipeline.progress.usual_record_seconds or 0.0
+        usual = self.pipeline.usual_record_seconds or 0.0
         in_flight = self.pipeline.phases.phase == "training" and self.queue.activity == "step"
         if in_flight and self.pipeline.silent_for(time.monotonic()) > max(IN_FLIGHT_SECONDS, IN_FLIGHT_FACTOR * usual):
             return "self_terminated"
@@ -437,7 +437,7 @@ class TrainingExporter:
         """At interpreter exit: wait, bounded, until every scraper has the final page, then take the target back."""
         if not self._running:
             return
-        if self.pipeline.progress.reason is None:
+        if self.pipeline.end_reason is None:
             self.finish()
         self.worker.flush(2.0)
         self._wait_for_last_scrape(linger_limit(self.config.linger_seconds, self._server.scrapers()))

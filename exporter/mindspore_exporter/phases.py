@@ -97,8 +97,9 @@ class Phases:
         """A record came: split the time since the last one. None for a record without a predecessor."""
         first, last_end = self._last_end is None or compiled, self._last_end
         clean, excluded = self._clean and not compiled, self._excluded
-        # A checkpoint is written inside a callback, so the other callbacks' time holds it.
-        others = max(0.0, others - self._checkpoint)
+        if self._checkpoint:
+            # A checkpoint is written inside a callback, so the other callbacks' time holds it.
+            others = max(0.0, others - self._checkpoint)
         if compiled:
             self._spend_until(ended)
         else:
@@ -114,11 +115,29 @@ class Phases:
         return Interval(ended - last_end, wait, clean)
 
     def _split(self, began: float, ended: float, others: float) -> None:
-        """Give [until, ended] to data wait, other callbacks and the step; what was ticked already counts against it."""
+        """Give [until, ended] to data wait, other callbacks and the step."""
+        if self._ticked:
+            self._split_the_rest(began, ended, others)
+            return
+        account, until = self.account, self._until
+        if ended > until:
+            gap = began - until if until < began < ended else ended - until if began >= ended else 0.0
+            other = others if others < gap else gap
+            account["other"] += other
+            account["data_wait"] += gap - other
+            account["step"] += ended - until - gap
+            self._until = ended
+
+    def _split_the_rest(self, began: float, ended: float, others: float) -> None:
+        """The same after ticks, whose guesses count against what each activity should have had in the whole interval."""
         total = max(0.0, ended - self._until)
         start = self._until - sum(self._ticked.values())
         gap = min(max(0.0, began - start), max(0.0, ended - start))
-        wanted = {"other": min(others, gap), "data_wait": max(0.0, gap - others), "step": max(0.0, ended - start - gap)}
+        wanted = {
+            "other": min(others, gap),
+            "data_wait": max(0.0, gap - others),
+            "step": max(0.0, ended - start - gap),
+        }
         missing = {name: max(0.0, seconds - self._ticked.get(name, 0.0)) for name, seconds in wanted.items()}
         scale = total / sum(missing.values()) if sum(missing.values()) > 0 else 0.0
         for name, seconds in missing.items():

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from . import metrics
@@ -39,13 +39,15 @@ LAST_HOOKS = 100
 """Records that `mindspore_exporter_hook_max_seconds` looks back on."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where the run stands, for the exporter's own decisions (stall inference, state file)."""
+@dataclass(slots=True)
+class _Totals:
+    """Counts of this process's records: plain numbers, put into the registry when the page is published."""
 
-    step: int
-    reason: str | None
-    usual_record_seconds: float | None
+    steps: int = 0
+    samples: float = 0.0
+    tokens: float = 0.0
+    overflows: int = 0
+    repeated: int = 0
 
 
 class Pipeline:
@@ -72,7 +74,10 @@ class Pipeline:
         self.detectors = Detectors(config.window, config.gradient_norm_floor)
         self.baseline = baseline
         self.errors = dict.fromkeys(metrics.ERROR_STAGES, 0)
-        self.progress = Progress(0, None, None)
+        self.step = 0
+        """Global step last done."""
+        self.end_reason: str | None = None
+        self.usual_record_seconds: float | None = None
         self._late_read_failed = late_read_failed
         self._learner = (
             BaselineLearner(config.baseline.steps, config.baseline.warmup_steps) if baseline is None else None
@@ -83,6 +88,11 @@ class Pipeline:
         self._decoded: Decoded | None = None
         self._hook_rate: float | None = None
         self._hooks: deque[float] = deque(maxlen=LAST_HOOKS)
+        self._totals = _Totals()
+        self._last: StepRecord | None = None
+        self._step_seconds: list[tuple[float, int]] = []
+        self._data_waits: list[tuple[float, int]] = []
+        self._hook_seconds: list[tuple[float, int]] = []
         self._earlier_step = 0
         self._compile_seconds = 0.0
         self._last_record_at = self.phases.began_at
@@ -151,14 +161,14 @@ class Pipeline:
             registry.set(metrics.STEP, record.first_step)
             registry.set(metrics.STEPS_PLANNED, record.planned)
             registry.set(metrics.STEPS_PER_RECORD, record.steps_per_record)
-        self.progress = replace(self.progress, step=record.first_step, reason=None)
+        self.step, self.end_reason = record.first_step, None
 
     def _compile_has_begun(self, record: CompileBegan) -> None:
         self._compile_began = record.at
         self.phases.compile_began(record.at, record.wall)
 
     def _step(self, record: StepRecord) -> None:
-        plan, self._last_record_at = self._plan, record.ended_at
+        plan, self._last, self._last_record_at = self._plan, record, record.ended_at
         interval = self.phases.record(
             record.began_at,
             record.ended_at,
@@ -169,19 +179,19 @@ class Pipeline:
         )
         decoded = self._read(record)
         overflow = bool(decoded and decoded.overflow)
-        steps = record.step - self.progress.step if record.step > self.progress.step else record.steps
-        self._count_steps(record, steps, overflow)
+        self._count(record, overflow)
         seconds = None
-        if interval is not None and interval.clean:
-            seconds = interval.seconds / record.steps
-            self.registry.observe(metrics.STEP_SECONDS, seconds, record.steps)
-        if interval is not None and interval.data_wait is not None:
-            self.registry.observe(metrics.DATA_WAIT_SECONDS, interval.data_wait)
+        if interval is not None:
+            if interval.clean:
+                seconds = interval.seconds / record.steps
+                self._step_seconds.append((seconds, record.steps))
+            if interval.data_wait is not None:
+                self._data_waits.append((interval.data_wait, 1))
         if record.compiled and self._compile_began is not None:
             self._compile_seconds += record.ended_at - self._compile_began
             self._compile_began = None
         self._detect(record, decoded, overflow, seconds)
-        self.progress = replace(self.progress, step=record.step)
+        self.step = record.step
 
     def _read(self, record: StepRecord) -> Decoded | None:
         self._hook_rate = record.learning_rate
@@ -196,27 +206,22 @@ class Pipeline:
         self.errors["decode"] += self._decoder.unknown - unknown
         return self._decoded
 
-    def _count_steps(self, record: StepRecord, steps: int, overflow: bool) -> None:
-        registry = self.registry
-        registry.add(metrics.STEPS, steps)
+    def _count(self, record: StepRecord, overflow: bool) -> None:
+        totals = self._totals
         # Records that the full queue dropped are bridged: their steps trained on as much as this record's.
+        steps = record.step - self.step if record.step > self.step else record.steps
+        totals.steps += steps
         share = steps / record.steps
         if record.samples is not None:
-            registry.add(metrics.SAMPLES, record.samples * share)
+            totals.samples += record.samples * share
         if record.tokens is not None:
-            registry.add(metrics.TOKENS, record.tokens * share)
-        repeated = min(record.step, self._earlier_step) - (record.step - steps)
-        if repeated > 0:
-            registry.add(metrics.REPEATED_STEPS, repeated)
+            totals.tokens += record.tokens * share
         if overflow:
-            registry.add(metrics.OVERFLOW_STEPS, 1)
+            totals.overflows += 1
+        if self._earlier_step:
+            totals.repeated += max(0, min(record.step, self._earlier_step) - (record.step - steps))
         self._schedule_steps += steps - (1 if overflow else 0)
-        registry.set(metrics.LAST_STEP_TIMESTAMP, record.wall)
-        registry.set(metrics.EPOCH, record.epoch)
-        if record.network_training is not None:
-            registry.set(metrics.NETWORK_TRAINING, float(record.network_training))
-        registry.observe(metrics.HOOK_SECONDS, record.hook_seconds)
-        self._hooks.append(record.hook_seconds)
+        self._hook_seconds.append((record.hook_seconds, 1))
 
     def _detect(self, record: StepRecord, decoded: Decoded | None, overflow: bool, seconds: float | None) -> None:
         observation = Observation(
@@ -290,7 +295,7 @@ class Pipeline:
         self._end = (record.reason, record.wall)
         self.phases.enter("finished" if record.reason in FINISHED_REASONS else "failed", record.at, record.wall)
         self.registry.set(metrics.END_TIMESTAMP, record.wall, record.reason)
-        self.progress = replace(self.progress, reason=record.reason)
+        self.end_reason = record.reason
 
     # --- what goes out --------------------------------------------------------------------------------------------
 
@@ -319,17 +324,38 @@ class Pipeline:
             registry.set(metrics.RECORDS_DROPPED, dropped)
             for stage, count in self.errors.items():
                 registry.set(metrics.ERRORS, count, stage)
-            if self._hooks:
-                registry.set(metrics.HOOK_MAX_SECONDS, max(self._hooks))
+            self._publish_distributions()
             registry.set(metrics.LAST_UPDATE, wall)
             self._publish_step()
             self._publish_report()
             self._publish_baseline()
 
-    def _publish_step(self) -> None:
+    def _publish_distributions(self) -> None:
         registry = self.registry
+        registry.observe_all(metrics.STEP_SECONDS, self._step_seconds)
+        registry.observe_all(metrics.HOOK_SECONDS, self._hook_seconds)
+        if self._data_waits:
+            registry.observe_all(metrics.DATA_WAIT_SECONDS, self._data_waits)
+        self._hooks.extend(seconds for seconds, _ in self._hook_seconds)
+        if self._hooks:
+            registry.set(metrics.HOOK_MAX_SECONDS, max(self._hooks))
+        for observed in (self._step_seconds, self._hook_seconds, self._data_waits):
+            observed.clear()
+
+    def _publish_step(self) -> None:
+        registry, totals, last = self.registry, self._totals, self._last
         if self._plan is not None:
-            registry.set(metrics.STEP, self.progress.step)
+            registry.set(metrics.STEP, self.step)
+        registry.set(metrics.STEPS, totals.steps)
+        registry.set(metrics.SAMPLES, totals.samples)
+        registry.set(metrics.TOKENS, totals.tokens)
+        registry.set(metrics.OVERFLOW_STEPS, totals.overflows)
+        registry.set(metrics.REPEATED_STEPS, totals.repeated)
+        if last is not None:
+            registry.set(metrics.LAST_STEP_TIMESTAMP, last.wall)
+            registry.set(metrics.EPOCH, last.epoch)
+            training = last.network_training
+            registry.set(metrics.NETWORK_TRAINING, None if training is None else float(training))
         decoded = self._decoded
         if decoded is not None:
             for component, value in decoded.losses.items():
@@ -372,7 +398,7 @@ class Pipeline:
         stall = self.config.stall
         usual = report.usual_record_seconds or 0.0
         registry.set(metrics.STALL_TIMEOUT, max(stall.floor_seconds, stall.factor * usual))
-        self.progress = replace(self.progress, usual_record_seconds=report.usual_record_seconds)
+        self.usual_record_seconds = report.usual_record_seconds
 
     def _publish_baseline(self) -> None:
         registry, baseline = self.registry, self.baseline

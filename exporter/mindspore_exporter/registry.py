@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from prometheus_client.core import Metric
@@ -111,6 +111,12 @@ class Registry:
             distribution.buckets[bisect_left(family.buckets, value)] += count
             distribution.total += value * count
             distribution.count += count
+
+    def observe_all(self, family: Family, values: Sequence[tuple[float, int]]) -> None:
+        """Add observations, each a value and how often it was seen, to a histogram or summary."""
+        with self._lock:
+            for value, count in values:
+                self.observe(family, value, count)
 
     def state(self, family: Family, state: str | None) -> None:
         """Put a state set into one of its states, or (None) make it absent."""
