@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gzip
 import html
 import io
@@ -18,6 +19,7 @@ import logging
 import math
 import os
 import queue
+import select
 import socket
 import ssl
 import threading
@@ -28,7 +30,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
@@ -38,6 +40,8 @@ from .errors import EndpointError
 from .webconfig import Verdict, WebConfig, WebConfigFile
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 PROFILES = ("full", "lean")
 PLAIN = "text/plain; charset=utf-8"
@@ -360,8 +364,7 @@ class _Running:
         assert web.tls is not None
         try:
             client = self._pool.wrap(connection, web.tls)
-            client.settimeout(HANDSHAKE_SECONDS)
-            client.do_handshake()
+            connection.patiently(client.do_handshake, select.POLLIN, time.monotonic() + HANDSHAKE_SECONDS)
         except ValueError as error:  # the client is gone already
             log.debug("connection of %s ended: %s", connection.host, error)
             return False
@@ -577,6 +580,9 @@ class _Connection(io.RawIOBase):
     """One client. Reading keeps to a deadline and a number of bytes for the whole of what is read, writing to a
     deadline for the whole response: a client that sends or takes a byte now and then does not get around them.
 
+    The socket never blocks: each call on one with a time limit gives up the interpreter lock three times, which costs
+    up to 5 ms each while training runs Python.
+
     `waits_since`: since when the server waits for this client (monotonic seconds), None while it works for it.
     """
 
@@ -587,6 +593,7 @@ class _Connection(io.RawIOBase):
         self.evicted = False
         self._deadline = 0.0
         self._bytes_left = 0
+        client.setblocking(False)
 
     def limit_reading(self, seconds: float, size: int) -> None:
         """What follows must be read within this time and size."""
@@ -597,22 +604,41 @@ class _Connection(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._bytes_left <= 0:
+        size = min(len(buffer), self._bytes_left)
+        if size <= 0:
             raise _HeadTooLargeError
-        self.client.settimeout(_seconds_until(self._deadline))
-        count = self.client.recv_into(buffer, min(len(buffer), self._bytes_left))
+        count = self.patiently(lambda: self.client.recv_into(buffer, size), select.POLLIN, self._deadline)
         self._bytes_left -= count
         return count
 
     def send(self, response: bytes) -> None:
         """Send all of it. Raises OSError when the client does not take it in time."""
         deadline = time.monotonic() + WRITE_SECONDS
-        rest = memoryview(response)
         self.waits_since = time.monotonic()
-        while rest:
-            self.client.settimeout(_seconds_until(deadline))
-            rest = rest[self.client.send(rest[:65536]) :]
+        sent = 0
+        while sent < len(response):
+            chunk = memoryview(response)[sent : sent + 65536]
+            sent += self.patiently(functools.partial(self.client.send, chunk), select.POLLOUT, deadline)
         self.waits_since = None
+
+    def patiently(self, attempt: Callable[[], _Result], awaits: int, deadline: float) -> _Result:
+        """What `attempt` returns as soon as the client lets it; raises TimeoutError at the deadline.
+
+        `awaits`: POLLIN or POLLOUT, what the attempt needs; TLS may need the other one for its own messages.
+        """
+        while True:
+            try:
+                return attempt()
+            except ssl.SSLWantReadError:
+                events = select.POLLIN
+            except ssl.SSLWantWriteError:
+                events = select.POLLOUT
+            except BlockingIOError:
+                events = awaits
+            poll = select.poll()
+            poll.register(self.client, events)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError("the client was too slow")
 
     def say_goodbye(self) -> None:
         """End after a response: what the client is still sending is thrown away, within limits, since closing on it
@@ -620,30 +646,21 @@ class _Connection(io.RawIOBase):
         self.waits_since = time.monotonic()
         deadline = self.waits_since + DRAIN_SECONDS
         if isinstance(self.client, ssl.SSLSocket):
-            self.client.settimeout(0.0)
             with contextlib.suppress(OSError, ValueError):
                 self.client.unwrap()
         # The methods of the plain socket, also under TLS: nobody reads what comes.
         socket.socket.shutdown(self.client, socket.SHUT_WR)
         left = MAX_BODY_BYTES
         while left > 0:
-            self.client.settimeout(_seconds_until(deadline))
-            thrown_away = len(socket.socket.recv(self.client, 65536))
+            thrown_away = self.patiently(lambda: socket.socket.recv(self.client, 65536), select.POLLIN, deadline)
             if not thrown_away:
                 return
-            left -= thrown_away
+            left -= len(thrown_away)
 
     def hang_up(self) -> None:
         """Wake the thread that serves this connection out of whatever it waits for the client with."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.client, socket.SHUT_RDWR)
-
-
-def _seconds_until(deadline: float) -> float:
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("the client was too slow")
-    return seconds
 
 
 class _Pool:
