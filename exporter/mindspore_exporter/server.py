@@ -342,7 +342,12 @@ class _Running:
                     self.faults.report("accept", "exporter: no connection can be accepted: %s", error.strerror)
                     self._stopping.wait(0.2)  # without descriptors the connection stays in the backlog: no busy loop
                 continue
-            if not self._pool.admit(_Connection(client, _plain_address(address[0]))):
+            try:
+                admitted = self._pool.admit(_Connection(client, _plain_address(address[0])))
+            except Exception:  # this thread must outlive every client
+                self.faults.report("admit", "exporter: a connection failed", traceback=True)
+                admitted = False
+            if not admitted:
                 client.close()
 
     def _serve(self, connection: _Connection) -> None:

@@ -545,6 +545,15 @@ def test_client_that_goes_away_without_a_word_costs_nothing() -> None:
         assert ask(opened).status == 200
 
 
+def test_endpoint_outlives_an_error_with_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoint() as opened:
+        with monkeypatch.context() as broken:
+            broken.setattr(server, "_plain_address", lambda host: host.nonsense)
+            with connect(opened) as client:
+                assert hung_up(client)
+        assert ask(opened).status == 200
+
+
 # --- counting scrapes ---------------------------------------------------------------------------------------------
 
 
