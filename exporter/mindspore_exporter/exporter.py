@@ -219,8 +219,12 @@ class TrainingExporter:
         stop_requested: bool = False,
     ) -> None:
         """The training ended, by itself or by an exception. Training thread; the endpoint stays as long as the process."""
-        if self._running:
-            self.put(RunEnded(time.monotonic(), time.time(), classify(kind, error, stop_requested=stop_requested)))
+        if not self._running:
+            return
+        reason = classify(kind, error, stop_requested=stop_requested)
+        after_nonfinite = classify(kind, error, stop_requested=stop_requested, nonfinite_seen=True)
+        tentative = kind is not None and issubclass(kind, SystemExit)
+        self.put(RunEnded(time.monotonic(), time.time(), reason, after_nonfinite, tentative))
 
     @property
     def reads_in_hook(self) -> bool:
@@ -414,7 +418,8 @@ class TrainingExporter:
     def _signalled(self, signum: int) -> None:
         """In the signal watcher's thread: publish the final state, wait for its scrape, take the target back."""
         deadline = time.monotonic() + SIGNAL_LINGER_SECONDS
-        self.queue.put(RunEnded(time.monotonic(), time.time(), self._signal_reason()))
+        reason = self._signal_reason()
+        self.queue.put(RunEnded(time.monotonic(), time.time(), reason, reason))
         self.worker.flush(1.0)
         self._save_state()
         self._wait_for_last_scrape(deadline - time.monotonic())
@@ -437,9 +442,10 @@ class TrainingExporter:
         """At interpreter exit: wait, bounded, until every scraper has the final page, then take the target back."""
         if not self._running:
             return
+        self.worker.flush(2.0)
         if self.pipeline.end_reason is None:
             self.finish()
-        self.worker.flush(2.0)
+            self.worker.flush(2.0)
         self._wait_for_last_scrape(linger_limit(self.config.linger_seconds, self._server.scrapers()))
         self.stop()
 

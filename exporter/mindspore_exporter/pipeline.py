@@ -93,6 +93,7 @@ class Pipeline:
         self._step_seconds: list[tuple[float, int]] = []
         self._data_waits: list[tuple[float, int]] = []
         self._hook_seconds: list[tuple[float, int]] = []
+        self._last_nonfinite = False
         self._earlier_step = 0
         self._compile_seconds = 0.0
         self._last_record_at = self.phases.began_at
@@ -100,7 +101,7 @@ class Pipeline:
         self._checkpoint_began: dict[int, float] = {}
         self._longest_checkpoint = 0.0
         self._evaluation_began: float | None = None
-        self._end: tuple[str, float] | None = None
+        self._end: RunEnded | None = None
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             RunBegan: self._run_began,
             CompileBegan: self._compile_has_begun,
@@ -233,7 +234,9 @@ class Pipeline:
             samples=record.samples,
             overflow=overflow,
         )
-        for event in self.detectors.observe(observation):
+        events = self.detectors.observe(observation)
+        self._last_nonfinite = any(event.startswith("nonfinite") for event in events)
+        for event in events:
             kind, quantity = event.split(":", 1)
             self.registry.add(metrics.NONFINITE if kind == "nonfinite" else metrics.SPIKES, 1, quantity)
         if self._learner is not None:
@@ -290,12 +293,14 @@ class Pipeline:
 
     def _run_ended(self, record: RunEnded) -> None:
         # The first word counts: a signal that comes while a failed run tears down is not its reason.
-        if self._end is not None:
+        if self._end is not None and not self._end.tentative:
             return
-        self._end = (record.reason, record.wall)
-        self.phases.enter("finished" if record.reason in FINISHED_REASONS else "failed", record.at, record.wall)
-        self.registry.set(metrics.END_TIMESTAMP, record.wall, record.reason)
-        self.end_reason = record.reason
+        self._end = record
+        self.registry.clear(metrics.END_TIMESTAMP)
+        reason = record.after_nonfinite if self._last_nonfinite else record.reason
+        self.phases.enter("finished" if reason in FINISHED_REASONS else "failed", record.at, record.wall)
+        self.registry.set(metrics.END_TIMESTAMP, record.wall, reason)
+        self.end_reason = reason
 
     # --- what goes out --------------------------------------------------------------------------------------------
 

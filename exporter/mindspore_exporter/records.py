@@ -147,11 +147,15 @@ class PhaseChanged:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The outermost `__exit__` ran, or a signal came. `reason` is one of `metrics.END_REASONS`."""
+    """The outermost `__exit__` ran, or a signal came. `reason` is one of `metrics.END_REASONS`; `after_nonfinite` is the
+    reason where the last step's loss or gradient norm was not finite, which only the worker knows. `tentative`: a
+    `sys.exit()`, which may come from a handler of the user's own for a signal that is told a moment later."""
 
     at: float
     wall: float
     reason: str
+    after_nonfinite: str
+    tentative: bool = False
 
 
 Record: TypeAlias = (

@@ -207,8 +207,8 @@ def test_a_pause_is_a_phase_of_its_own() -> None:
 )
 def test_the_end_has_a_reason_and_the_first_word_counts(reason: str, phase: str) -> None:
     target = trained(3)
-    target.handle(RunEnded(14.0, WALL + 14, reason))
-    target.handle(RunEnded(15.0, WALL + 15, "exception"))
+    target.handle(RunEnded(14.0, WALL + 14, reason, reason))
+    target.handle(RunEnded(15.0, WALL + 15, "exception", "exception"))
     publish(target)
     assert target.registry.value(metrics.END_TIMESTAMP, reason) == WALL + 14
     assert target.registry.value(metrics.END_TIMESTAMP, "exception") is None
@@ -217,7 +217,7 @@ def test_the_end_has_a_reason_and_the_first_word_counts(reason: str, phase: str)
 
 def test_a_training_that_goes_on_takes_its_end_back() -> None:
     target = trained(3)
-    target.handle(RunEnded(14.0, WALL + 14, "device_error"))
+    target.handle(RunEnded(14.0, WALL + 14, "device_error", "device_error"))
     target.handle(began(first_step=3))
     target.handle(step(4))
     publish(target)

@@ -29,7 +29,7 @@ def test_a_full_queue_still_takes_the_end_of_the_run() -> None:
     queue = RecordQueue()
     for number in range(MAX_RECORDS + 1):
         queue.put_step(step(number))
-    queue.put(RunEnded(1.0, 1.0, "finished"))
+    queue.put(RunEnded(1.0, 1.0, "finished", "finished"))
     assert isinstance(queue.take(MAX_RECORDS + 1)[-1], RunEnded)
 
 
