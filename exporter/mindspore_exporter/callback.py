@@ -70,8 +70,7 @@ class PrometheusMonitor(Callback):  # type: ignore[misc]
             self.exporter.hook_failed("__exit__")
 
     def on_train_begin(self, run_context: Any) -> None:
-        self._join_active()
-        self.exporter.start()
+        self._open()
         try:
             if self.exporter.running:
                 self._stop_requested = False
@@ -98,14 +97,19 @@ class PrometheusMonitor(Callback):  # type: ignore[misc]
                 self.exporter.hook_failed("on_train_step_end")
 
     def on_train_end(self, run_context: Any) -> None:
-        self._stop_requested = bool(run_context.get_stop_requested())
+        try:
+            self._stop_requested = bool(run_context.get_stop_requested())
+        except Exception:
+            self.exporter.hook_failed("on_train_end")
 
     # --- evaluations ----------------------------------------------------------------------------------------------
 
     def on_eval_begin(self, run_context: Any) -> None:
-        self._join_active()
-        self.exporter.start()
-        self.exporter.put(EvaluationBegan(monotonic(), time.time(), self._step()))
+        self._open()
+        try:
+            self.exporter.put(EvaluationBegan(monotonic(), time.time(), self._step()))
+        except Exception:
+            self.exporter.hook_failed("on_eval_begin")
 
     def on_eval_end(self, run_context: Any) -> None:
         try:
@@ -127,16 +131,14 @@ class PrometheusMonitor(Callback):  # type: ignore[misc]
     def _step(self) -> int:
         return self._run.step if self._run is not None else 0
 
-    def _join_active(self) -> None:
-        """A second monitor of the same configuration in one process goes on with the endpoint of the first."""
+    def _open(self) -> None:
+        """Start the exporter. A second monitor of the same configuration in one process goes on with the endpoint of the
+        first. Only a configuration that cannot be used comes through."""
         active = exporters.active()
-        if (
-            active is not None
-            and active is not self.exporter
-            and active.running
-            and active.config == self.exporter.config
-        ):
-            self.exporter = active
+        if active is not None and active is not self.exporter and active.running:
+            if active.config == self.exporter.config:
+                self.exporter = active
+        self.exporter.start()
 
 
 class _Run:

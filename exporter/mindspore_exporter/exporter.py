@@ -221,10 +221,13 @@ class TrainingExporter:
         """The training ended, by itself or by an exception. Training thread; the endpoint stays as long as the process."""
         if not self._running:
             return
-        reason = classify(kind, error, stop_requested=stop_requested)
-        after_nonfinite = classify(kind, error, stop_requested=stop_requested, nonfinite_seen=True)
-        tentative = kind is not None and issubclass(kind, SystemExit)
-        self.put(RunEnded(time.monotonic(), time.time(), reason, after_nonfinite, tentative))
+        try:
+            reason = classify(kind, error, stop_requested=stop_requested)
+            after_nonfinite = classify(kind, error, stop_requested=stop_requested, nonfinite_seen=True)
+            tentative = kind is not None and issubclass(kind, SystemExit)
+            self.put(RunEnded(time.monotonic(), time.time(), reason, after_nonfinite, tentative))
+        except Exception:
+            self.hook_failed("finish")
 
     @property
     def reads_in_hook(self) -> bool:
