@@ -135,9 +135,8 @@ class PrometheusMonitor(Callback):  # type: ignore[misc]
         """Start the exporter. A second monitor of the same configuration in one process goes on with the endpoint of the
         first. Only a configuration that cannot be used comes through."""
         active = exporters.active()
-        if active is not None and active is not self.exporter and active.running:
-            if active.config == self.exporter.config:
-                self.exporter = active
+        if active is not None and active.running and active.config == self.exporter.config:
+            self.exporter = active
         self.exporter.start()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,37 @@ def test_the_exporter_evaluates_by_itself_where_it_is_asked_to() -> None:
     assert loss > 0
     assert page["mindspore_train_step_seconds_count"] == 6  # the interval that holds the evaluation of step 4 is none
     watch.exporter.stop()
+
+
+@MODES
+def test_the_training_thread_converts_no_tensor_beyond_the_twenty_proven_reads(
+    mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted: list[tuple[bool, int]] = []
+    trainer = threading.get_ident()
+
+    def counting(name: str) -> Any:
+        convert = getattr(ms.Tensor, name)
+
+        def counted(tensor: Any, *args: Any) -> Any:
+            converted.append((threading.get_ident() == trainer, watch.exporter.pipeline.step))
+            return convert(tensor, *args)
+
+        return counted
+
+    watch = monitor()
+    trained = model(nn.CosineDecayLR(0.001, 0.1, 80), mode=mode)
+    trained.train(1, dataset(), callbacks=[AtEachStep(lambda params: None)])
+    watch.exporter.start()
+    for name in ("asnumpy", "item", "__float__"):
+        monkeypatch.setattr(ms.Tensor, name, counting(name))
+    trained.train(10, dataset(), callbacks=[watch])
+    assert watch.exporter.worker.flush(10)
+    on_the_training_thread = sum(here for here, _ in converted)
+    # One more for the optimiser's step at the begin, when no step is under way.
+    assert 0 < on_the_training_thread <= 21
+    assert len(converted) - on_the_training_thread >= 80
+    assert watch.exporter.read_mode == "auto"
 
 
 def test_the_budget_of_170_series_and_60_in_lean_holds_on_a_real_page() -> None:
