@@ -14,8 +14,8 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from .discovery import write_atomically
 from .errors import AssetError
+from .fileio import write_atomically
 
 if TYPE_CHECKING:
     if sys.version_info >= (3, 11):

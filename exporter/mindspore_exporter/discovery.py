@@ -14,14 +14,13 @@ import logging
 import os
 import random
 import re
-import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from .errors import ConfigError
+from .fileio import write_atomically
 from .metrics import CATALOGUE, CONSTANT_LABELS
 
 log = logging.getLogger(__name__)
@@ -108,20 +107,6 @@ def label_value_fault(name: str, value: str) -> str | None:
     if not value.isprintable():
         return f"label {name}: its value {value[:40]!a} is not printable"
     return None
-
-
-def write_atomically(path: Path, data: bytes, mode: int) -> None:
-    """Write a file whole or not at all: a temporary file in the same directory, then a rename. Raises OSError."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 class TargetFile:
