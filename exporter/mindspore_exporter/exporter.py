@@ -82,7 +82,9 @@ class TrainingExporter:
         self.config = config if isinstance(config, MonitorConfig) else load_or_off(config, **overrides)
         self.queue = RecordQueue()
         self.read_mode = self.config.read
-        self.proofs_left = PROVEN_READS if self.read_mode == "auto" else 0
+        self._proofs_left = PROVEN_READS if self.read_mode == "auto" else 0
+        self.reads_in_hook = self.read_mode != "worker"
+        """Whether the hook has more to do with a step's outputs than to keep them."""
         self.hook_errors = 0
         self.identity: Identity | None = None
         self._running = False
@@ -229,11 +231,6 @@ class TrainingExporter:
         except Exception:
             self.hook_failed("finish")
 
-    @property
-    def reads_in_hook(self) -> bool:
-        """Whether the hook has more to do with a step's outputs than to keep them."""
-        return self.proofs_left > 0 or self.read_mode in ("hook", "off")
-
     # --- what hooks call ------------------------------------------------------------------------------------------
 
     def put(self, record: Record) -> None:
@@ -246,6 +243,12 @@ class TrainingExporter:
         self.hook_errors += 1
         if self.hook_errors == 1:
             log.exception("exporter: error in %s; the training goes on, further errors are only counted", hook)
+
+    def read_was_proven(self) -> None:
+        """One more step's outputs were read at once, for the worker to compare with. Training thread."""
+        self._proofs_left -= 1
+        if self._proofs_left <= 0 and self.read_mode == "auto":
+            self.reads_in_hook = False
 
     def await_checkpoint(self, file: str, began_wall: float, step: int) -> None:
         """An asynchronous save still has to make `file` whole. Training thread."""
@@ -339,6 +342,7 @@ class TrainingExporter:
         """A late read was wrong once: from now on outputs are read on the training thread, every `read_every` steps."""
         if self.read_mode == "auto":
             self.read_mode = "hook"
+            self.reads_in_hook = True
             log.warning(
                 "exporter: an output read by the worker differs from the one read at once; from now on outputs"
                 " are read in the hook every %d steps",

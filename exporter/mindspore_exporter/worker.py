@@ -1,8 +1,8 @@
 """The worker thread: polls the queue, hands the records to the pipeline, publishes.
 
 It polls because waking a thread at each step would cost the training thread more than the whole hook. It sleeps so that
-each turn finds a handful of records: a longer burst would hold the interpreter lock, and with it the next step, for as
-long as the burst lasts.
+a turn finds a handful of records: what a turn costs whatever it finds is shared by them. Between a few records it offers
+the interpreter lock, so that the training thread never waits for longer than those few take.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .recordqueue import RecordQueue
 
 log = logging.getLogger(__name__)
 
-BURST = 6
-"""Records of one turn."""
+BURST = 24
+"""Records of one turn at most."""
+OFFER_EVERY = 3
+"""Records after which the interpreter lock is offered."""
 SHORTEST_SLEEP = 0.004
 LONGEST_SLEEP = 0.2
 PUBLISH_SECONDS = 1.0
@@ -104,8 +106,10 @@ class Worker:
         while self._inbox:
             self._inbox.popleft()()
         records = self._queue.take(BURST)
-        for record in records:
+        for number, record in enumerate(records, 1):
             self._pipeline.handle(record)
+            if number % OFFER_EVERY == 0:
+                time.sleep(0)
         return len(records)
 
     def _publish(self, now: float, handled: int) -> None:
@@ -126,8 +130,8 @@ class Worker:
         """Halve the sleep while turns are full, stretch it while they are nearly empty."""
         if self._flushes_asked > self._flushes_done or len(self._queue) >= BURST:
             return SHORTEST_SLEEP
-        if handled >= BURST - 1:
+        if handled > BURST * 3 // 4:
             return max(SHORTEST_SLEEP, sleep / 2)
-        if handled <= BURST // 3:
+        if handled < BURST // 2:
             return min(LONGEST_SLEEP, sleep * 1.25)
         return sleep
