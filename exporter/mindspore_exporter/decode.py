@@ -35,13 +35,15 @@ MAX_NAME = 64
 MAX_SAYINGS = 64
 """Different messages of one decoder: names from the outputs must not fill the log."""
 
-SCALED_CELLS = frozenset({
-    "TrainOneStepWithLossScaleCell",
-    "BoostTrainOneStepWithLossScaleCell",
-    "_TrainGradAccuWithLossScaleCell",
-    "MFTrainOneStepCell",
-    "MFPipelineWithLossScaleCell",
-})
+SCALED_CELLS = frozenset(
+    {
+        "TrainOneStepWithLossScaleCell",
+        "BoostTrainOneStepWithLossScaleCell",
+        "_TrainGradAccuWithLossScaleCell",
+        "MFTrainOneStepCell",
+        "MFPipelineWithLossScaleCell",
+    }
+)
 """Classes of MindSpore and MindSpore Transformers that return (loss, overflow, loss scale), the latter's two also the
 learning rate and the gradient norm, and with `local_norm` two more (`mindformers/wrapper/wrapper.py`)."""
 SCALED_LENGTHS = (2, 3, 4, 5, 7)
@@ -345,7 +347,7 @@ class Decoder:
             log.exception("exporter: an output of the train cell cannot be read after its step")
             return False
         return len(late) == len(immediate) and all(
-            a == b or (a != a and b != b) for a, b in zip(late, immediate, strict=True)  # noqa: PLR0124 - NaN
+            a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(late, immediate, strict=True)
         )
 
     # --- the forms --------------------------------------------------------------------------------------------------
@@ -378,7 +380,9 @@ class Decoder:
         )
 
     def _of_loop(self, values: RecordedValues) -> Decoded:
-        rates = [self._finite(rate.value if type(rate) is Live else rate, "learning_rate") for rate in values.learning_rates]
+        rates = [
+            self._finite(rate.value if type(rate) is Live else rate, "learning_rate") for rate in values.learning_rates
+        ]
         overflow = _scalar(values.overflow)
         scale = values.loss_scale
         return Decoded(
@@ -436,8 +440,12 @@ class Decoder:
             if self._name(root, path) == self._loss.total:
                 return path
         names = ", ".join(self._name(root, path) for path in found.numbers)
-        self._say("no total", "the outputs have no loss named %r, which loss.total names; they have: %s",
-                  self._loss.total, names)
+        self._say(
+            "no total",
+            "the outputs have no loss named %r, which loss.total names; they have: %s",
+            self._loss.total,
+            names,
+        )
         self.unknown += 1
         return None
 
@@ -454,9 +462,14 @@ class Decoder:
         summed = {each: value for each, value in found.numbers.items() if each[: len(path)] == path}
         if not summed:
             return {}
-        self._say("sum", "no output is named loss or total: the total is the sum of %s; loss.total in the configuration"
-                  " chooses one", ", ".join(self._name(root, each) for each in summed))
-        return {"total": math.fsum(summed.values()) if all(map(math.isfinite, summed.values())) else sum(summed.values())}
+        self._say(
+            "sum",
+            "no output is named loss or total: the total is the sum of %s; loss.total in the configuration chooses one",
+            ", ".join(self._name(root, each) for each in summed),
+        )
+        return {
+            "total": math.fsum(summed.values()) if all(map(math.isfinite, summed.values())) else sum(summed.values())
+        }
 
     def _name(self, root: Any, path: _Path) -> str:
         """Name of a part: configured for the top of a tuple, else its keys and positions."""

@@ -262,7 +262,9 @@ class _Table:
     def at(self, step: int) -> float:
         if 4 * step >= len(self.packed):
             # The CPU raises there, an accelerator reads whatever lies behind the table.
-            raise ValueError(f"the list of rates has {len(self.packed) // 4} entries and the optimiser is at step {step}")
+            raise ValueError(
+                f"the list of rates has {len(self.packed) // 4} entries and the optimiser is at step {step}"
+            )
         return float(struct.unpack_from("f", self.packed, 4 * step)[0])
 
 
@@ -307,10 +309,13 @@ def _rate_of(source: Any) -> _Rate:
     if (package, name) == ("mindformers", "LearningRateWiseLayer"):
         return _Scaled(_rate_of(source.base_lr), Single(_number(source.lr_scale)))
     if (package, name) not in _CLOSED_FORMS:
-        raise UnknownScheduleError(f"{type(source).__name__} is a schedule of your own; evaluating it would run operators"
-                                   " beside the training")
+        raise UnknownScheduleError(
+            f"{type(source).__name__} is a schedule of your own; evaluating it would run operators beside the training"
+        )
     formula, attributes = _CLOSED_FORMS[package, name]
-    return _ClosedForm(formula, SimpleNamespace(**{each: Single(_number(getattr(source, each))) for each in attributes}))
+    return _ClosedForm(
+        formula, SimpleNamespace(**{each: Single(_number(getattr(source, each))) for each in attributes})
+    )
 
 
 def _is_parameter(source: Any) -> bool:
@@ -395,7 +400,9 @@ def needs_hook_read(optimizer: Any, callbacks: Iterable[Any]) -> bool:
     the finished step's rate is gone. It reads the Parameter itself at the end of each step, so one more read makes the
     device wait for nothing new.
     """
-    schedules = any(base.__name__ == "LearningRateScheduler" for callback in callbacks for base in type(callback).__mro__)
+    schedules = any(
+        base.__name__ == "LearningRateScheduler" for callback in callbacks for base in type(callback).__mro__
+    )
     return schedules and _is_parameter(getattr(_inner(optimizer), "learning_rate", None))
 
 

@@ -62,7 +62,10 @@ class Held(Callback):
 
 def train(model: Any, held: Held, steps: int = STEPS) -> None:
     random = np.random.default_rng(1)
-    rows = (random.normal(size=(4 * steps, 3)).astype(np.float32), random.normal(size=(4 * steps, 1)).astype(np.float32))
+    rows = (
+        random.normal(size=(4 * steps, 3)).astype(np.float32),
+        random.normal(size=(4 * steps, 1)).astype(np.float32),
+    )
     data = ms.dataset.NumpySlicesDataset(rows, ["x", "y"], shuffle=False).batch(4)
     model.train(1, data, callbacks=[held], dataset_sink_mode=False)
 
@@ -199,7 +202,9 @@ def their_reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 
 @pytest.mark.parametrize("cell", [MFTrainOneStepCell, CpuMFTrainOneStepCell])
-@pytest.mark.parametrize("arguments", [{}, {"norm": False}, {"local": True}], ids=["clipped", "not clipped", "local norm"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"norm": False}, {"local": True}], ids=["clipped", "not clipped", "local norm"]
+)
 def test_outputs_of_transformers_cells_are_read_as_their_monitor_reads_them(
     mode: int, cell: Any, arguments: dict[str, bool], their_reading: Callable[[Any], tuple[Any, ...]]
 ) -> None:
@@ -212,7 +217,8 @@ def test_outputs_of_transformers_cells_are_read_as_their_monitor_reads_them(
 
     held = run(cell, Held(read), **arguments)
     assert [
-        (*each.losses.values(), each.overflow, *(each.learning_rates or ()), each.gradient_norm) for each in held.decoded()
+        (*each.losses.values(), each.overflow, *(each.learning_rates or ()), each.gradient_norm)
+        for each in held.decoded()
     ] == theirs
 
 

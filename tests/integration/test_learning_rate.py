@@ -63,7 +63,9 @@ class LearningRatesBefore(Callback):
     def on_train_step_end(self, run_context: Any) -> None:
         assert self.rates is not None
         assert self.first_step is not None
-        self.ours.append(in_a_worker(lambda: self.rates.at(self.first_step + run_context.original_args().cur_step_num - 1)))
+        self.ours.append(
+            in_a_worker(lambda: self.rates.at(self.first_step + run_context.original_args().cur_step_num - 1))
+        )
 
 
 def in_a_worker(read: Callable[[], Any]) -> Any:
@@ -122,7 +124,9 @@ def test_the_rate_of_each_step_is_the_one_that_the_optimiser_used(mode: int, kin
     train(network, optimizer, [monitor])
     assert len(monitor.theirs) == STEPS
     assert all(close(ours, theirs, 0.1) for ours, theirs in zip(monitor.ours, monitor.theirs, strict=True)), (
-        monitor.ours, monitor.theirs)
+        monitor.ours,
+        monitor.theirs,
+    )
 
 
 GROUPED_RATES: dict[str, tuple[Callable[[], Sequence[Any]], Any]] = {
@@ -142,7 +146,9 @@ def test_each_group_has_its_own_rate(mode: int, kind: str) -> None:
     monitor = LearningRatesBefore(optimizer)
     train(network, optimizer, [monitor])
     assert all(close(ours, theirs, 0.2) for ours, theirs in zip(monitor.ours, monitor.theirs, strict=True)), (
-        monitor.ours, monitor.theirs)
+        monitor.ours,
+        monitor.theirs,
+    )
 
 
 def test_parameters_of_one_schedule_are_one_group() -> None:
@@ -272,8 +278,15 @@ TRANSFORMERS_RATES: dict[str, dict[str, Any]] = {
     "CosineWithRestartsAndWarmUpLR": {"learning_rate": 0.1, "total_steps": 12, "warmup_steps": 2, "num_cycles": 2.5},
     "PolynomialWithWarmUpLR": {"learning_rate": 0.1, "total_steps": 10, "warmup_steps": 3, "power": 2.0},
     "WarmUpStableDecayLR": {"learning_rate": 0.1, "total_steps": 11, "warmup_steps": 3, "decay_start_steps": 6},
-    "ConstantWithCoolDownLR": {"learning_rate": 0.1, "warmup_steps": 2, "keep_steps": 2, "decay_steps": 5, "final_steps": 2,
-                               "lr_end1": 0.02, "lr_end2": 0.01},
+    "ConstantWithCoolDownLR": {
+        "learning_rate": 0.1,
+        "warmup_steps": 2,
+        "keep_steps": 2,
+        "decay_steps": 5,
+        "final_steps": 2,
+        "lr_end1": 0.02,
+        "lr_end2": 0.01,
+    },
     "CosineAnnealingLR": {"base_lr": 0.1, "t_max": 5, "eta_min": 0.001},
     "CosineAnnealingWarmRestarts": {"base_lr": 0.1, "t_0": 4, "eta_min": 0.001},
 }
@@ -296,7 +309,9 @@ def test_a_layers_rate_is_its_base_scaled(lr: Any) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     schedule = lr.LearningRateWiseLayer(lr.LinearWithWarmUpLR(learning_rate=0.1, total_steps=10, warmup_steps=3), 0.25)
     rates = LearningRates(nn.SGD(nn.Dense(2, 1).trainable_params(), schedule))
-    assert [rates.at(step) for step in range(10)] == [pytest.approx((each,), 1e-6) for each in their_rates(schedule, 10)]
+    assert [rates.at(step) for step in range(10)] == [
+        pytest.approx((each,), 1e-6) for each in their_rates(schedule, 10)
+    ]
 
 
 def test_restarts_of_growing_length_are_absent_after_the_first(lr: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,10 +61,22 @@ def losses(outputs: Any, cell: tuple[str, ...] = OWN, **loss: Any) -> dict[str, 
 # --- plain losses -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outputs", [
-    StubTensor(2.5), StubTensor([2.5]), StubTensor([[2.5]]), StubTensor(2.5, np.float16), np.float32(2.5),
-    np.array([2.5]), 2.5, (StubTensor(2.5),), [2.5], {"loss": StubTensor(2.5)}, {"anything": 2.5},
-])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        StubTensor(2.5),
+        StubTensor([2.5]),
+        StubTensor([[2.5]]),
+        StubTensor(2.5, np.float16),
+        np.float32(2.5),
+        np.array([2.5]),
+        2.5,
+        (StubTensor(2.5),),
+        [2.5],
+        {"loss": StubTensor(2.5)},
+        {"anything": 2.5},
+    ],
+)
 def test_a_single_number_is_the_total_alone(outputs: Any) -> None:
     assert decode(outputs) == Decoded({"total": 2.5})
 
@@ -120,27 +132,38 @@ def test_names_that_are_too_few_leave_the_rest_its_positions() -> None:
     assert losses((6.0, 1.0, 2.0), names=("cls",)) == {"total": 6.0, "cls": 1.0, "2": 2.0}
 
 
-@pytest.mark.parametrize(("total", "names", "expected"), [
-    ("2", (), {"total": 6.0, "0": 1.0, "1": 2.0}),
-    ("2", ("cls", "bbox"), {"total": 6.0, "cls": 1.0, "bbox": 2.0}),
-    ("all", ("cls", "bbox", "all"), {"total": 6.0, "cls": 1.0, "bbox": 2.0}),
-    ("all", ("bbox", "all"), {"total": 6.0, "0": 1.0, "bbox": 2.0}),
-])
+@pytest.mark.parametrize(
+    ("total", "names", "expected"),
+    [
+        ("2", (), {"total": 6.0, "0": 1.0, "1": 2.0}),
+        ("2", ("cls", "bbox"), {"total": 6.0, "cls": 1.0, "bbox": 2.0}),
+        ("all", ("cls", "bbox", "all"), {"total": 6.0, "cls": 1.0, "bbox": 2.0}),
+        ("all", ("bbox", "all"), {"total": 6.0, "0": 1.0, "bbox": 2.0}),
+    ],
+)
 def test_the_total_of_a_tuple_is_chosen_by_index_or_name(
     total: str, names: tuple[str, ...], expected: dict[str, float]
 ) -> None:
     assert losses((1.0, 2.0, 6.0), total=total, names=names) == expected
 
 
-@pytest.mark.parametrize(("outputs", "expected"), [
-    ({"cls": 1.0, "loss": 6.0}, {"total": 6.0, "cls": 1.0}),
-    ({"cls": 1.0, "total": 6.0}, {"total": 6.0, "cls": 1.0}),
-    ({"cls": 1.0, "bbox": 2.0}, {"total": 3.0, "cls": 1.0, "bbox": 2.0}),
-    ({"loss": {"cls": 1.0, "bbox": 2.0}, "aux": 5.0}, {"total": 3.0, "loss.cls": 1.0, "loss.bbox": 2.0, "aux": 5.0}),
-    ({"loss": 6.0, "rpn": {"cls": 1.0, "bbox": (2.0, 3.0)}},
-     {"total": 6.0, "rpn.cls": 1.0, "rpn.bbox.0": 2.0, "rpn.bbox.1": 3.0}),
-    ({}, {}),
-])
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ({"cls": 1.0, "loss": 6.0}, {"total": 6.0, "cls": 1.0}),
+        ({"cls": 1.0, "total": 6.0}, {"total": 6.0, "cls": 1.0}),
+        ({"cls": 1.0, "bbox": 2.0}, {"total": 3.0, "cls": 1.0, "bbox": 2.0}),
+        (
+            {"loss": {"cls": 1.0, "bbox": 2.0}, "aux": 5.0},
+            {"total": 3.0, "loss.cls": 1.0, "loss.bbox": 2.0, "aux": 5.0},
+        ),
+        (
+            {"loss": 6.0, "rpn": {"cls": 1.0, "bbox": (2.0, 3.0)}},
+            {"total": 6.0, "rpn.cls": 1.0, "rpn.bbox.0": 2.0, "rpn.bbox.1": 3.0},
+        ),
+        ({}, {}),
+    ],
+)
 def test_the_total_of_a_dict_is_loss_else_total_else_the_only_number_else_the_sum(
     outputs: dict[str, Any], expected: dict[str, float]
 ) -> None:
@@ -148,11 +171,14 @@ def test_the_total_of_a_dict_is_loss_else_total_else_the_only_number_else_the_su
     assert list(losses(outputs)) == list(expected)
 
 
-@pytest.mark.parametrize(("total", "expected"), [
-    ("cls", {"total": 1.0, "loss": 6.0, "rpn.a": 3.0}),
-    ("rpn.a", {"total": 3.0, "loss": 6.0, "cls": 1.0}),
-    ("rpn", {"total": 3.0, "loss": 6.0, "cls": 1.0}),
-])
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        ("cls", {"total": 1.0, "loss": 6.0, "rpn.a": 3.0}),
+        ("rpn.a", {"total": 3.0, "loss": 6.0, "cls": 1.0}),
+        ("rpn", {"total": 3.0, "loss": 6.0, "cls": 1.0}),
+    ],
+)
 def test_the_total_of_a_dict_can_be_configured(total: str, expected: dict[str, float]) -> None:
     assert losses({"loss": 6.0, "cls": 1.0, "rpn": {"a": 3.0}}, total=total) == expected
 
@@ -213,9 +239,15 @@ def test_a_loss_scaled_cell_gives_loss_overflow_and_scale() -> None:
 FIVE = (StubTensor([2.5]), StubTensor(True, np.bool_), StubTensor(1024.0), StubTensor(0.125), StubTensor([0.5]))
 
 
-@pytest.mark.parametrize("cell", [
-    TRANSFORMERS, ("CpuMFTrainOneStepCell", *TRANSFORMERS), ("MFPipelineWithLossScaleCell", *SCALED), OWN,
-])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        TRANSFORMERS,
+        ("CpuMFTrainOneStepCell", *TRANSFORMERS),
+        ("MFPipelineWithLossScaleCell", *SCALED),
+        OWN,
+    ],
+)
 def test_five_outputs_are_loss_overflow_scale_rate_and_norm(cell: tuple[str, ...]) -> None:
     assert decode(FIVE, cell) == Decoded({"total": 2.5}, True, 1024.0, (0.125,), 0.5)
 
@@ -312,8 +344,15 @@ def recorded(**values: Any) -> Decoded:
 
 
 def test_a_hand_written_loop_gives_its_values_by_name() -> None:
-    decoded = recorded(losses={"total": StubTensor(3.0), "aux": 1.0}, learning_rates=(StubTensor(0.5), 0.25),
-                       gradient_norm=StubTensor(2.0), parameter_norm=4.0, update_ratio=0.001, loss_scale=8, overflow=False)
+    decoded = recorded(
+        losses={"total": StubTensor(3.0), "aux": 1.0},
+        learning_rates=(StubTensor(0.5), 0.25),
+        gradient_norm=StubTensor(2.0),
+        parameter_norm=4.0,
+        update_ratio=0.001,
+        loss_scale=8,
+        overflow=False,
+    )
     assert decoded == Decoded({"total": 3.0, "aux": 1.0}, False, 8.0, (0.5, 0.25), 2.0, 4.0, 0.001)
 
 
@@ -349,28 +388,38 @@ def test_a_late_read_that_fails_is_not_equal() -> None:
     assert not Decoder(OWN, LossConfig()).compare(held, immediate)
 
 
-@pytest.mark.parametrize(("outputs", "cell"), [
-    (FIVE, TRANSFORMERS),
-    (StubTensor([1.0, 3.0]), OWN),
-    ((StubTensor(1.0), StubTensor(False, np.bool_), Parameter(8.0)), SCALED),
-    ({"loss": StubTensor(1.0), "parts": (StubTensor(2.0), 3)}, OWN),
-    ((StubTensor(1.0), GRADIENTS), PLAIN),
-])
+@pytest.mark.parametrize(
+    ("outputs", "cell"),
+    [
+        (FIVE, TRANSFORMERS),
+        (StubTensor([1.0, 3.0]), OWN),
+        ((StubTensor(1.0), StubTensor(False, np.bool_), Parameter(8.0)), SCALED),
+        ({"loss": StubTensor(1.0), "parts": (StubTensor(2.0), 3)}, OWN),
+        ((StubTensor(1.0), GRADIENTS), PLAIN),
+    ],
+)
 def test_what_was_frozen_in_the_hook_decodes_alike(outputs: Any, cell: tuple[str, ...]) -> None:
     held = retain(outputs)
     assert Decoder(cell, LossConfig()).decode(freeze(held)) == Decoder(cell, LossConfig()).decode(held)
 
 
 nested = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
     | st.builds(StubTensor, st.floats(width=32) | st.lists(st.floats(width=32), max_size=3)),
     lambda children: st.lists(children) | st.dictionaries(st.text(), children) | st.tuples(children, children),
     max_leaves=50,
 )
 
 
-@given(nested, st.sampled_from([SCALED, TRANSFORMERS, PLAIN, OWN, ()]),
-       st.sampled_from([{}, {"total": "1"}, {"names": ("a", "b")}, {"total": "a"}]))
+@given(
+    nested,
+    st.sampled_from([SCALED, TRANSFORMERS, PLAIN, OWN, ()]),
+    st.sampled_from([{}, {"total": "1"}, {"names": ("a", "b")}, {"total": "a"}]),
+)
 def test_no_shape_of_outputs_raises(outputs: Any, cell: tuple[str, ...], loss: dict[str, Any]) -> None:
     logging.disable()
     try:

@@ -305,18 +305,19 @@ def test_the_next_attempt_binds_the_same_port_while_a_worker_of_the_killed_one_s
         import os, time
         from mindspore_exporter import TrainingExporter
         running = TrainingExporter(port=0, listen="127.0.0.1", run="killed").start()
-        if os.fork() == 0:
-            print("worker", os.getpid(), flush=True)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, b"x")  # the fork hooks have run
             time.sleep(30)
             os._exit(0)
-        print(running.port, flush=True)
+        os.read(reading, 1)
+        print(running.port, child, flush=True)
         time.sleep(30)
         """
     with script(body, tmp_path) as parent:
         assert parent.stdout is not None
-        said = [parent.stdout.readline().split() for _ in range(2)]
-        port = next(int(words[0]) for words in said if len(words) == 1)
-        child = next(int(words[1]) for words in said if len(words) == 2)
+        port, child = map(int, parent.stdout.readline().split())
         parent.kill()
         parent.wait()
         try:
