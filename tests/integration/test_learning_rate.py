@@ -296,6 +296,7 @@ def their_rates(schedule: Any, steps: int) -> list[float]:
     return [float(schedule(ms.Tensor([step], ms.int32)).asnumpy().reshape(-1)[0]) for step in range(steps)]
 
 
+@pytest.mark.mindformers
 @pytest.mark.parametrize("name", TRANSFORMERS_RATES)
 def test_the_schedules_of_mindspore_transformers_are_known(lr: Any, name: str) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -305,6 +306,7 @@ def test_the_schedules_of_mindspore_transformers_are_known(lr: Any, name: str) -
     assert all(close(our, (their,), 0.1) for our, their in zip(ours, their_rates(schedule, 14), strict=True)), ours
 
 
+@pytest.mark.mindformers
 def test_a_layers_rate_is_its_base_scaled(lr: Any) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     schedule = lr.LearningRateWiseLayer(lr.LinearWithWarmUpLR(learning_rate=0.1, total_steps=10, warmup_steps=3), 0.25)
@@ -314,6 +316,7 @@ def test_a_layers_rate_is_its_base_scaled(lr: Any) -> None:
     ]
 
 
+@pytest.mark.mindformers
 def test_restarts_of_growing_length_are_absent_after_the_first(lr: Any, caplog: pytest.LogCaptureFixture) -> None:
     schedule = lr.CosineAnnealingWarmRestarts(base_lr=0.1, t_0=4, t_mult=2)
     rates = LearningRates(nn.SGD(nn.Dense(2, 1).trainable_params(), schedule))
