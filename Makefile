@@ -36,9 +36,11 @@ integration: ## tests on real trainings and a real Prometheus
 	$(SETUP) prometheus! test
 	@$(PYTHON) -m pytest tests/integration --durations=10 $(PYTEST_ARGS)
 
-test-2.10: ## capture on MindSpore 2.10.0
-	$(SETUP) smoke
-	@.venv-210/bin/python -m pytest tests/integration/test_capture.py tests/integration/test_learning_rate.py -m 'not mindformers' $(PYTEST_ARGS)
+test-2.10: ## capture and the demo on MindSpore 2.10.0
+	$(SETUP) prometheus! smoke
+	@.venv-210/bin/python -m pytest -m 'not mindformers' $(PYTEST_ARGS) tests/integration/test_capture.py \
+		tests/integration/test_learning_rate.py \
+		tests/integration/test_demo_run.py::test_what_prometheus_stored_is_what_the_run_logged
 
 bench: ## what the callback costs, against other monitors; writes the table
 	$(SETUP) test

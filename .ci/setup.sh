@@ -11,6 +11,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+QUIET=--quiet
+[ -t 2 ] && QUIET= # the wheels have gigabytes: on a terminal, show how they come
 PYTHON_WANTED='>=3.10,<3.13' # MindSpore 2.9 and 2.10 have no wheels for other versions
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
@@ -75,7 +77,8 @@ environment() { # DIRECTORY STAMP REQUIREMENT...
         "$UV" venv --quiet --python "$PYTHON_WANTED" "$directory"
     fi
     say "$directory: $*"
-    "$UV" pip install --quiet --python "$directory/bin/python" "$@"
+    # shellcheck disable=SC2086 # one word or none
+    "$UV" pip install $QUIET --python "$directory/bin/python" "$@"
     require_libraries "$directory/bin/python"
     sum_of_sources >"$directory/.ready-$stamp"
 }
