@@ -44,7 +44,7 @@ test-2.10: ## capture and the demo on MindSpore 2.10.0
 
 bench: ## what the callback costs, against other monitors; writes the table
 	$(SETUP) test
-	@$(PYTHON) -m tests.benchmarks.run $(ARGS)
+	@$(PYTHON) tests/benchmarks/run.py $(ARGS)
 
 clean: ## remove environments, caches and what was built
 	rm -rf .venv .venv-210 .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build .demo

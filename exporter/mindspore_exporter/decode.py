@@ -290,8 +290,7 @@ def _mean(leaf: Any) -> float | None:
 _Path: TypeAlias = "tuple[str, ...]"
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """The numbers of one record. `losses`: "total" first where there is one, then the parts by name. What the train cell
     does not return is None."""
 

@@ -6,7 +6,7 @@ activities' sum is the process's wall time. All times are `time.monotonic()` sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .metrics import ACTIVITIES, PHASES
 
@@ -26,8 +26,7 @@ INTERRUPTING = ("evaluating", "checkpointing", "paused", "loading")
 OVER = ("finished", "failed")
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """What lies between two records. `seconds` is end to end; `data_wait` is None where it cannot be told apart
     (sink mode, first record). `clean`: no checkpoint, evaluation, pause or compile in it."""
 

@@ -226,16 +226,16 @@ class Pipeline:
 
     def _detect(self, record: StepRecord, decoded: Decoded | None, overflow: bool, seconds: float | None) -> None:
         observation = Observation(
-            step=record.step,
-            steps=record.steps,
-            loss=decoded.losses.get("total") if decoded else None,
-            gradient_norm=decoded.gradient_norm if decoded else None,
-            step_seconds=seconds,
-            samples=record.samples,
-            overflow=overflow,
+            record.step,
+            record.steps,
+            decoded.losses.get("total") if decoded else None,
+            decoded.gradient_norm if decoded else None,
+            seconds,
+            record.samples,
+            overflow,
         )
         events = self.detectors.observe(observation)
-        self._last_nonfinite = any(event.startswith("nonfinite") for event in events)
+        self._last_nonfinite = bool(events) and any(event.startswith("nonfinite") for event in events)
         for event in events:
             kind, quantity = event.split(":", 1)
             self.registry.add(metrics.NONFINITE if kind == "nonfinite" else metrics.SPIKES, 1, quantity)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 BURST = 24
 """Records of one turn at most."""
-OFFER_EVERY = 3
+OFFER_EVERY = 8
 """Records after which the interpreter lock is offered."""
 SHORTEST_SLEEP = 0.004
 LONGEST_SLEEP = 0.2
