@@ -74,7 +74,8 @@ environment() { # DIRECTORY STAMP REQUIREMENT...
     find_uv
     if [ ! -x "$directory/bin/python" ]; then
         rm -rf "$directory"
-        "$UV" venv --quiet --python "$PYTHON_WANTED" "$directory"
+        "$UV" venv --quiet --python "$PYTHON_WANTED" "$directory" ||
+            fail "MindSpore has wheels for Python 3.10 to 3.12 only; none was found, and uv could not fetch one"
     fi
     say "$directory: $*"
     # shellcheck disable=SC2086 # one word or none
