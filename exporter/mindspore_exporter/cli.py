@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _parser(words).parse_args(words)
     try:
-        return int(parsed.run(parsed))
+        return int(parsed.program(parsed))
     except ExporterError as error:
         print(f"mindspore-exporter: {error}", file=sys.stderr)
         return 2
@@ -48,16 +48,16 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="validate a configuration, or print the reference of all keys")
     check.add_argument("file", nargs="?", help="the YAML (default: environment only)")
     check.add_argument("--reference", action="store_true", help="print every key with type, default and meaning")
-    check.set_defaults(run=_check)
+    check.set_defaults(program=_check)
     listing = commands.add_parser("metrics", help="print the catalogue of metrics")
     listing.add_argument("--format", choices=("md", "json"), default="md")
-    listing.set_defaults(run=_metrics)
+    listing.set_defaults(program=_metrics)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name in words:
             program = importlib.import_module(module)
             program.add_arguments(command)
-            command.set_defaults(run=program.main)
+            command.set_defaults(program=program.main)
     return parser
 
 
