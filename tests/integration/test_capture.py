@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from mindspore import nn, ops
 from mindspore.train import CheckpointConfig, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint
 from mindspore.train.callback import Callback
+from prometheus_client.parser import text_string_to_metric_families
 
 from integration.tiny import AtEachStep, Page, dataset, model, monitor, network
 from mindspore_exporter import metrics
@@ -334,6 +336,25 @@ def test_the_budget_of_170_series_and_60_in_lean_holds_on_a_real_page() -> None:
     assert exporter.registry.series() <= 170
     assert exporter.registry.series("lean") <= 60
     exporter.stop()
+
+
+def test_a_live_scrape_has_only_families_of_the_catalogue_with_their_types_and_labels() -> None:
+    watch = monitor()
+    model(metrics={"mae"}).fit(1, dataset(), dataset(16), callbacks=[watch])
+    assert watch.exporter.worker.flush(10)
+    with urllib.request.urlopen(f"http://127.0.0.1:{watch.exporter.port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    declared = {family["name"]: family for family in metrics.reference()}
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 40
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        kind = {"info": "gauge", "stateset": "gauge"}.get(str(declared[name]["type"]), declared[name]["type"])
+        assert family.type == kind, name
+        assert family.documentation == declared[name]["help"]
+        for sample in family.samples:
+            labels = set(sample.labels) - {"run", "rank", "le"}
+            assert labels == set(declared[name]["labels"]), sample.name  # type: ignore[call-overload]
 
 
 def fill_one_device(registry: Any) -> None:
