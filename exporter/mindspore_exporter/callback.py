@@ -179,7 +179,7 @@ class _Run:
         self._checkpoints = CheckpointWatch(callbacks, exporter.put, lambda: self.step, exporter.await_checkpoint)
         epochs = params.get("epoch_num")
         planned = self._offset + epochs * per_epoch if epochs and per_epoch and per_epoch > 0 else None
-        exporter.put(
+        exporter.run_began(
             RunBegan(
                 at,
                 wall,

@@ -97,6 +97,7 @@ class TrainingExporter:
         self._awaited: list[tuple[str, float, int]] = []
         self._final_at: float | None = None
         self._ended = False
+        self._end_told = False
         self._loop: _LoopState | None = None
 
     # --- life cycle -----------------------------------------------------------------------------------------------
@@ -228,6 +229,7 @@ class TrainingExporter:
             after_nonfinite = classify(kind, error, stop_requested=stop_requested, nonfinite_seen=True)
             tentative = kind is not None and issubclass(kind, SystemExit)
             self.put(RunEnded(time.monotonic(), time.time(), reason, after_nonfinite, tentative))
+            self._end_told = True
         except Exception:
             self.hook_failed("finish")
 
@@ -237,6 +239,11 @@ class TrainingExporter:
         """Hand a record to the worker. Training thread: appends and returns."""
         if self._running:
             self.queue.put(record)
+
+    def run_began(self, record: RunBegan) -> None:
+        """A training begins, the first or another one. Training thread."""
+        self._end_told = False
+        self.put(record)
 
     def hook_failed(self, hook: str) -> None:
         """Count an error in a hook; the first is logged. Called in an `except` block, never raises."""
@@ -262,7 +269,7 @@ class TrainingExporter:
         """Say what is known before the first step: the global step at which the run will be done, the global step it
         resumes from. Optional; without it the loop counts from 0."""
         self._loop = _LoopState(self, resumed_step, steps_per_epoch)
-        self.put(
+        self.run_began(
             RunBegan(
                 time.monotonic(),
                 time.time(),
@@ -425,7 +432,7 @@ class TrainingExporter:
     def _signalled(self, signum: int) -> None:
         """In the signal watcher's thread: publish the final state, wait for its scrape, take the target back."""
         deadline = time.monotonic() + SIGNAL_LINGER_SECONDS
-        reason = self._signal_reason()
+        reason, self._end_told = self._signal_reason(), True
         self.queue.put(RunEnded(time.monotonic(), time.time(), reason, reason))
         self.worker.flush(1.0)
         self._save_state()
@@ -449,10 +456,9 @@ class TrainingExporter:
         """At interpreter exit: wait, bounded, until every scraper has the final page, then take the target back."""
         if not self._running:
             return
-        self.worker.flush(2.0)
-        if self.pipeline.end_reason is None:
+        if not self._end_told:
             self.finish()
-            self.worker.flush(2.0)
+        self.worker.flush(2.0)
         self._wait_for_last_scrape(linger_limit(self.config.linger_seconds, self._server.scrapers()))
         self.stop()
 
