@@ -23,7 +23,9 @@ BURST = 24
 OFFER_EVERY = 8
 """Records after which the interpreter lock is offered."""
 SHORTEST_SLEEP = 0.004
-LONGEST_SLEEP = 0.2
+LONGEST_SLEEP = 1.0
+"""In PyNative mode a read waits, spinning, until the operators under way are issued (2 to 10 ms of CPU a turn, whatever the
+turn reads), so slow trainings get few turns. Who needs an answer at once wakes the worker by `flush`."""
 PUBLISH_SECONDS = 1.0
 """Time between two publications: the page is rendered once a second at most. A change of phase is published at once."""
 
@@ -39,7 +41,8 @@ class Worker:
         self._hook_errors = hook_errors
         self._published = published
         self._inbox: deque[Callable[[], None]] = deque()
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._flushed = threading.Condition()
         self._flushes_asked = 0
         self._flushes_done = 0
@@ -53,6 +56,7 @@ class Worker:
     def call(self, task: Callable[[], None]) -> None:
         """Let the worker run `task` between two records: the pipeline has one owner."""
         self._inbox.append(task)
+        self._wake.set()
 
     def flush(self, limit: float) -> bool:
         """Wait until everything put so far is on the page, at most `limit` seconds. False where it is not."""
@@ -60,16 +64,18 @@ class Worker:
         with self._flushed:
             self._flushes_asked += 1
             asked = self._flushes_asked
+            self._wake.set()
             while self._flushes_done < asked:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self.alive:
                     return False
-                self._flushed.wait(min(remaining, LONGEST_SLEEP))
+                self._flushed.wait(min(remaining, 0.2))
         return True
 
     def stop(self, limit: float = 2.0) -> None:
         """End the thread after it has taken and published what is queued; waits at most `limit` seconds."""
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(limit)
 
@@ -81,7 +87,8 @@ class Worker:
     def _run(self) -> None:
         sleep, published_at = LONGEST_SLEEP, 0.0
         while True:
-            stopping = self._stopping.is_set()
+            self._wake.clear()
+            stopping = self._stopping
             asked, handled = self._flushes_asked, 0
             try:
                 phase = self._pipeline.phases.phase
@@ -100,7 +107,7 @@ class Worker:
                 if stopping:
                     return
             sleep = SHORTEST_SLEEP if stopping else self._next_sleep(sleep, handled)
-            time.sleep(sleep) if stopping else self._stopping.wait(sleep)
+            self._wake.wait(sleep)
 
     def _take(self) -> int:
         while self._inbox:

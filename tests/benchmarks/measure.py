@@ -1,7 +1,6 @@
 """One measurement in a process of its own: `python -m benchmarks.measure NAME MODE MODEL ROUNDS STEPS`.
 
-The result is JSON on standard output. What is measured prints to nowhere: LossMonitor prints, and a terminal is not its
-cost.
+The last line of standard output is `RESULT` and JSON.
 """
 
 from __future__ import annotations
@@ -9,278 +8,271 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 import psutil
-from mindspore import nn
-from mindspore.dataset import GeneratorDataset
-from mindspore.train import Model
 from mindspore.train.callback import Callback
 
-from benchmarks.figures import interval, percentile
-from benchmarks.monitors import LASTING, Ends, Timed, alternating
-from mindspore_exporter import PrometheusMonitor
+from benchmarks.figures import interval, mean, median, paired_differences, paired_ratios, percentile
+from benchmarks.monitors import OURS, Nothing, all_of_them, build_transformers_context, ours
+from benchmarks.training import MODES, Block, Scraping, Silence, Training, exporter_cpu, pooled, settle
 
-SCRAPER = {"X-Prometheus-Scrape-Timeout-Seconds": "1", "User-Agent": "bench", "Accept-Encoding": "gzip"}
-WIDTHS = {"1 ms": (64, 1), "50 ms": (1536, 4)}
-"""Width and number of hidden layers; the measured step time is in the table, the name is only a name."""
-
-
-class Rows:
-    def __init__(self, rows: int, width: int) -> None:
-        draw = np.random.default_rng(7)
-        self.x = draw.normal(size=(8, width)).astype(np.float32)
-        self.y = draw.normal(size=(8, 1)).astype(np.float32)
-        self.rows = rows
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.x[index % 8], self.y[index % 8]
-
-    def __len__(self) -> int:
-        return self.rows
-
-
-def dataset(steps: int, width: int, batch: int = 8) -> Any:
-    return GeneratorDataset(Rows(steps * batch, width), ["x", "y"], shuffle=False, num_parallel_workers=1).batch(batch)
-
-
-def model(size: str, mode: str) -> tuple[Any, int]:
-    width, layers = WIDTHS[size]
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE, device_target="CPU")
-    cells = [cell for _ in range(layers) for cell in (nn.Dense(width, width), nn.Tanh())]
-    net = nn.SequentialCell(*cells, nn.Dense(width, 1))
-    return Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 1e-5, 0.9)), width
-
-
-class Silence:
-    """Standard output and error to nowhere, for C++ too."""
-
-    def __enter__(self) -> Silence:
-        sys.stdout.flush()
-        self.saved = [os.dup(1), os.dup(2)]
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        os.close(null)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
-        for number, saved in zip((1, 2), self.saved, strict=True):
-            os.dup2(saved, number)
-            os.close(saved)
-
-
-def block(trained: Any, data: Any, monitor: Any) -> tuple[list[float], list[int]]:
-    """One `train` call: seconds between step ends, nanoseconds in the monitor's hooks (both without the first step)."""
-    timed, ends = Timed(monitor), Ends()
-    trained.train(1, data, callbacks=[timed, ends])
-    return [b - a for a, b in pairwise(ends.at)], timed.took[1:]
+CONVERSIONS = ("asnumpy", "item", "__float__", "__int__", "__bool__", "__array__")
 
 
 def compare(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
-    """The monitors that can alternate, in rounds of blocks whose order is drawn anew; each is compared with the block of its
-    round that has none."""
-    trained, width = model(size, mode)
-    data, monitors = dataset(steps, width), alternating(Path(tempfile.mkdtemp(prefix="bench-")))
-    taken: dict[str, list[tuple[list[float], list[int]]]] = {name: [] for name in monitors}
+    """All monitors in rounds of alternating blocks whose order is drawn anew; each is compared with the block of its round
+    that has none. A monitor that cannot run is named with its error and left out from then on."""
+    directory = Path.cwd()
+    build_transformers_context(MODES[mode], directory)
+    training = Training(size, mode)
+    data, monitors = training.dataset(steps), all_of_them(directory, steps)
+    taken: dict[str, list[Block]] = {name: [] for name in monitors}
+    failed: dict[str, str] = {}
     draw = random.Random(1)
     for number in range(-1, rounds):
         for name in draw.sample(list(monitors), len(monitors)):
-            measured = block(trained, data, monitors[name])
-            if number >= 0:  # the round before the first warms everything up
-                taken[name].append(measured)
-    return rows(taken, rounds, steps)
+            try:
+                block = training.block(data, monitors[name])
+            except Exception as error:
+                failed[name] = reason(error)
+                del monitors[name]
+                continue
+            if number >= 0:  # the round before the first warms everything up, our 20 proven reads too
+                taken[name].append(block)
+    return {"rows": rows({name: taken[name] for name in monitors}), "failed": failed, "rounds": rounds, "steps": steps}
 
 
-def compare_lasting(mode: str, size: str, rounds: int, steps: int, name: str) -> dict[str, Any]:
-    """One of the monitors that change the process for good, after the blocks without it."""
-    trained, width = model(size, mode)
-    data, monitor = dataset(steps, width), LASTING[name](Path(tempfile.mkdtemp(prefix="bench-")), steps)
-    taken = {
-        each: [block(trained, data, one) for _ in range(rounds + 1)][1:]
-        for each, one in (("none", Callback()), (name, monitor))
-    }
-    return rows(taken, rounds, steps)
-
-
-def rows(taken: dict[str, list[tuple[list[float], list[int]]]], rounds: int, steps: int) -> dict[str, Any]:
+def rows(taken: dict[str, list[Block]]) -> dict[str, Any]:
     """Rows of the table from each monitor's blocks."""
-    hooks = {name: [took for _, each in blocks for took in each] for name, blocks in taken.items()}
-    medians = {name: [statistics.median(between) for between, _ in blocks] for name, blocks in taken.items()}
-    empty = statistics.median(hooks["none"])
+    bare = [median(block.seconds) for block in taken["none"]]
+    empty = median([took for block in taken["none"] for took in block.hooks])
     result = {}
     for name, blocks in taken.items():
-        added = [ours - bare for ours, bare in zip(medians[name], medians["none"], strict=True)]
-        seconds = [second for between, _ in blocks for second in between]
+        hooks = [took - empty for block in blocks for took in block.hooks]
+        added = paired_differences([median(block.seconds) for block in blocks], bare)
+        seconds = pooled(blocks)
         result[name] = {
-            "hook_median_us": max(0.0, statistics.median(hooks[name]) - empty) / 1e3,
-            "hook_p99_us": max(0.0, percentile(hooks[name], 0.99) - empty) / 1e3,
-            "added_us": statistics.median(added) * 1e6,
-            "added_interval_us": [bound * 1e6 for bound in interval(added)],
-            "step_median_ms": statistics.median(seconds) * 1e3,
+            "hook_median_us": median(hooks) / 1e3,
+            "hook_p99_us": percentile(hooks, 0.99) / 1e3,
+            "added_us": median(added) * 1e6,
+            "added_interval_us": [bound * 1e6 for bound in interval(added, median)],
+            "step_median_ms": median(seconds) * 1e3,
             "step_p99_ms": percentile(seconds, 0.99) * 1e3,
+            "timer_us": empty / 1e3,
         }
-    return {"rows": result, "rounds": rounds, "steps": steps}
-
-
-class Scraping(threading.Thread):
-    """A process beside this one that fetches the page every `every` seconds and tells how long each took."""
-
-    def __init__(self, port: int, every: float) -> None:
-        super().__init__(daemon=True)
-        body = (
-            "import sys, time, http.client, json\n"
-            f"c = http.client.HTTPConnection('127.0.0.1', {port}, timeout=30); took = []\n"
-            f"headers = {SCRAPER!r}\n"
-            "print('ready', flush=True)\n"
-            "import threading\n"
-            "stop = threading.Event()\n"
-            "threading.Thread(target=lambda: (sys.stdin.read(), stop.set())).start()\n"
-            "while not stop.is_set():\n"
-            "    began = time.perf_counter(); c.request('GET', '/metrics', headers=headers); c.getresponse().read()\n"
-            f"    took.append(time.perf_counter() - began); stop.wait({every})\n"
-            "print(json.dumps(took))\n"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", body], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
-
-    def finish(self) -> list[float]:
-        output, _ = self.process.communicate()
-        return list(json.loads(output))
-
-
-def exporter_cpu() -> float:
-    """CPU seconds of all threads of the exporter in this process."""
-    return sum(
-        time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        for thread in threading.enumerate()
-        if thread.name.startswith("mindspore-exporter") and thread.ident is not None
-    )
+    return result
 
 
 def cost(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Throughput with a scrape each second against none, in pairs of alternating blocks; CPU of the exporter's threads."""
-    trained, width = model(size, mode)
-    data = dataset(steps, width)
-    bare, watch = Callback(), PrometheusMonitor(None, port=0, listen="127.0.0.1", run="bench", signals=False)
-    block(trained, data, bare)
-    block(trained, data, watch)
-    ratios, cpu, records, wall = [], 0.0, 0, 0.0
-    p99s: dict[str, list[float]] = {"with": [], "without": []}
+    """Pairs of blocks with the exporter and a scrape each second, and with neither: throughput, CPU of the exporter's
+    threads. In the blocks without, its threads are there and idle; what they take then is told beside."""
+    training, watch = Training(size, mode), ours()
+    data, bare = training.dataset(steps), Nothing()
+    training.block(data, bare)
+    training.block(data, watch)
     scraping = Scraping(watch.exporter.port or 0, 1.0)
+    taken: dict[str, list[Block]] = {"with": [], "without": []}
+    cpu, wall = {"with": 0.0, "without": 0.0}, {"with": 0.0, "without": 0.0}
     for number in range(rounds):
-        spent: dict[str, float] = {}
         for name in ("with", "without") if number % 2 else ("without", "with"):
-            before, began = exporter_cpu(), time.perf_counter()
-            between, _ = block(trained, data, watch if name == "with" else bare)
-            spent[name] = sum(between)
-            p99s[name].extend(between)
-            if name == "with":
-                cpu += exporter_cpu() - before
-                records += steps
-                wall += time.perf_counter() - began
-        ratios.append(spent["without"] / spent["with"])
-    scraping.finish()
+            scraping.switch("on" if name == "with" else "off")
+            spent, began = exporter_cpu(), time.perf_counter()
+            taken[name].append(training.block(data, watch if name == "with" else bare))
+            cpu[name] += exporter_cpu() - spent
+            wall[name] += time.perf_counter() - began
+    scrapes = len(scraping.finish())
     dropped = watch.exporter.queue.dropped
     watch.exporter.stop()
+    busy = sum(pooled(taken["with"]))
+    ratios = paired_ratios(*([sum(block.seconds) for block in taken[name]] for name in ("without", "with")))
+    p99 = {name: [percentile(block.seconds, 0.99) for block in blocks] for name, blocks in taken.items()}
+    p99_ratios = paired_ratios(p99["with"], p99["without"])
     return {
-        "ratio": statistics.fmean(ratios),
-        "ratio_interval": interval(ratios),
+        "ratio": mean(ratios),
+        "ratio_interval": interval(ratios, mean),
         "pairs": rounds,
-        "cpu_us_a_record": cpu / records * 1e6,
-        "cpu_share": cpu / wall,
-        "records_a_second": records / wall,
-        "p99_with_ms": percentile(p99s["with"], 0.99) * 1e3,
-        "p99_without_ms": percentile(p99s["without"], 0.99) * 1e3,
+        "steps": steps,
+        "scrapes": scrapes,
+        "cpu_us_a_record": cpu["with"] / (rounds * steps) * 1e6,
+        "cpu_share": cpu["with"] / wall["with"],
+        "idle_share": cpu["without"] / wall["without"],
+        "records_a_second": rounds * (steps - 1) / busy,
+        "step_median_ms": {name: median(pooled(blocks)) * 1e3 for name, blocks in taken.items()},
+        "step_p99_ms": {name: percentile(pooled(blocks), 0.99) * 1e3 for name, blocks in taken.items()},
+        "p99_ratio_of_pairs": median(p99_ratios),
+        "p99_ratio_interval": interval(p99_ratios, median),
         "dropped": dropped,
     }
 
 
 def latency(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
-    """How long another process waits for the page while this one trains, compile excluded; CPU of one render."""
-    trained, width = model(size, mode)
-    watch = PrometheusMonitor(None, port=0, listen="127.0.0.1", run="bench", signals=False)
+    """How long another process waits for the page, 20 times a second, while this one trains; during the compile apart. CPU
+    of one render."""
+    training, watch = Training(size, mode), ours()
     watch.exporter.start()
-    compiling = Scraping(watch.exporter.port or 0, 0.1)
-    block(trained, dataset(2, width), watch)
-    slowest_in_compile = max(compiling.finish())
-    scraping = Scraping(watch.exporter.port or 0, 0.1)
-    for _ in range(rounds):
-        block(trained, dataset(steps, width), watch)
+    compiling = Scraping(watch.exporter.port or 0, 0.05)
+    compiling.switch("on")
+    began = time.perf_counter()
+    training.block(training.dataset(2), watch)
+    compile_seconds = time.perf_counter() - began
+    in_compile = compiling.finish()
+    scraping, data = Scraping(watch.exporter.port or 0, 0.05), training.dataset(steps)
+    scraping.switch("on")
+    blocks = [training.block(data, watch) for _ in range(rounds)]
     took = scraping.finish()
-    registry = watch.exporter.registry
-    began = time.thread_time()
-    for _ in range(100):
-        registry.render()
-    render = (time.thread_time() - began) / 100
-    series = registry.series()
+    render, series = render_cpu(watch.exporter.registry), watch.exporter.registry.series()
     watch.exporter.stop()
     return {
-        "p50_ms": statistics.median(took) * 1e3,
+        "p50_ms": median(took) * 1e3,
         "p99_ms": percentile(took, 0.99) * 1e3,
         "max_ms": max(took) * 1e3,
         "scrapes": len(took),
-        "compile_max_ms": slowest_in_compile * 1e3,
+        "step_median_ms": median(pooled(blocks)) * 1e3,
+        "compile_s": compile_seconds,
+        "compile_max_ms": max(in_compile) * 1e3,
         "render_ms": render * 1e3,
         "series": series,
     }
 
 
-def memory(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Resident memory after a tenth of the steps and after all of them."""
-    trained, width = model(size, mode)
-    watch = PrometheusMonitor(None, port=0, listen="127.0.0.1", run="bench", signals=False)
+def render_cpu(registry: Any, renders: int = 100) -> float:
+    """CPU seconds of this thread for one render of the page, the median of many."""
+    spent = []
+    for _ in range(renders):
+        began = time.thread_time_ns()
+        registry.render()
+        spent.append((time.thread_time_ns() - began) / 1e9)
+    return median(spent)
+
+
+def endurance(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
+    """One long training with a scrape each second: resident memory after a tenth of the steps and after all of them, CPU of
+    the exporter's threads between the two."""
+    training, watch = Training(size, mode), ours()
     watch.exporter.start()
     scraping = Scraping(watch.exporter.port or 0, 1.0)
-    process, seen = psutil.Process(), {}
-    marks = {steps // 10: "early", steps: "late"}
-
-    class Looks(Callback):
-        def on_train_step_end(self, run_context: Any) -> None:
-            name = marks.get(run_context.original_args().cur_step_num)
-            if name:
-                seen[name] = process.memory_info().rss
-
-    trained.train(1, dataset(steps, width), callbacks=[watch, Looks()])
+    scraping.switch("on")
+    early, late = looked_at(training, steps, [watch])
     scraping.finish()
+    dropped = watch.exporter.queue.dropped
     watch.exporter.stop()
     return {
-        "early_mb": seen["early"] / 2**20,
-        "late_mb": seen["late"] / 2**20,
+        "grown_mb": (late["rss"] - early["rss"]) / 2**20,
+        "early_mb": early["rss"] / 2**20,
+        "late_mb": late["rss"] / 2**20,
         "early_step": steps // 10,
         "late_step": steps,
+        "records_a_second": (steps - steps // 10) / (late["at"] - early["at"]),
+        "cpu_share": (late["cpu"] - early["cpu"]) / (late["at"] - early["at"]),
+        "cpu_us_a_record": (late["cpu"] - early["cpu"]) / (steps - steps // 10) * 1e6,
+        "dropped": dropped,
     }
 
 
-MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "compare": compare,
-    "compare_lasting": compare_lasting,
-    "cost": cost,
-    "latency": latency,
-    "memory": memory,
-}
+def endurance_without(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Growth of resident memory over the same steps of the same training without an exporter: MindSpore's own."""
+    early, late = looked_at(Training(size, mode), steps, [])
+    return {"grown_mb": (late["rss"] - early["rss"]) / 2**20}
+
+
+def looked_at(training: Training, steps: int, callbacks: list[Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Resident bytes, time and CPU of the exporter after a tenth of `steps` steps and after all of them."""
+    process, seen = psutil.Process(), []
+
+    class Looks(Callback):
+        def on_train_step_end(self, run_context: Any) -> None:
+            if run_context.original_args().cur_step_num in (steps // 10, steps):
+                seen.append(
+                    {"rss": process.memory_info().rss, "at": time.perf_counter(), "cpu": exporter_cpu()},
+                )
+
+    training.model.train(1, training.dataset(steps), callbacks=[*callbacks, Looks()], dataset_sink_mode=False)
+    early, late = seen
+    return early, late
+
+
+def conversions(mode: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Tensors that were converted on the training thread in one training of `steps` steps, by monitor: each waits for the
+    device. Untimed; a conversion that another one makes is not counted again."""
+    directory = Path.cwd()
+    build_transformers_context(MODES[mode], directory)
+    training = Training(size, mode)
+    data, monitors = training.dataset(steps), all_of_them(directory, steps)
+    training.block(data, monitors["none"])
+    seen = {name: conversions_under(training, data, monitor) for name, monitor in monitors.items()}
+    watch = monitors[OURS].exporter
+    return {"conversions": seen, "steps": steps, "read_mode": watch.read_mode, "hook_errors": watch.hook_errors}
+
+
+def conversions_under(training: Training, data: Any, monitor: Any) -> dict[str, Any]:
+    """Conversions before the first step and in the steps of one training, or why it failed."""
+    before: list[int] = []
+
+    class Marks(Callback):
+        def on_train_step_begin(self, run_context: Any) -> None:
+            if not before:
+                before.append(counted[0])
+
+    try:
+        with counted_conversions() as counted:
+            training.model.train(1, data, callbacks=[Marks(), monitor], dataset_sink_mode=False)
+    except Exception as error:
+        return {"failed": reason(error)}
+    settle(monitor)
+    return {"before": before[0], "in_steps": counted[0] - before[0]}
+
+
+def reason(error: Exception) -> str:
+    """An error in one line of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".replace("|", "/")[:160]
+
+
+@contextmanager
+def counted_conversions() -> Iterator[list[int]]:
+    """Count the conversions that this thread makes meanwhile, in the list's one element."""
+    counted, inside, thread = [0], False, threading.get_ident()
+    kept = {name: getattr(ms.Tensor, name) for name in CONVERSIONS if hasattr(ms.Tensor, name)}
+
+    def counting(convert: Any) -> Any:
+        def convert_and_count(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if threading.get_ident() != thread or inside:
+                return convert(tensor, *args, **kwargs)
+            inside = True
+            counted[0] += 1
+            try:
+                return convert(tensor, *args, **kwargs)
+            finally:
+                inside = False
+
+        return convert_and_count
+
+    for name, convert in kept.items():
+        setattr(ms.Tensor, name, counting(convert))
+    try:
+        yield counted
+    finally:
+        for name, convert in kept.items():
+            setattr(ms.Tensor, name, convert)
+
+
+MEASUREMENTS = {each.__name__: each for each in (compare, cost, latency, endurance, endurance_without, conversions)}
 
 
 def main() -> None:
-    name, mode, size, rounds, steps, *more = sys.argv[1:]
-    os.chdir(tempfile.mkdtemp(prefix="bench-"))
+    name, mode, size, rounds, steps = sys.argv[1:]
+    os.chdir(tempfile.mkdtemp(prefix="bench-", dir=os.environ.get("BENCH_DIRECTORY")))
     with Silence():
-        result = MEASUREMENTS[name](mode, size, int(rounds), int(steps), *more)
+        result = MEASUREMENTS[name](mode, size, int(rounds), int(steps))
     print("RESULT " + json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # nothing of what was compared may hold up the end

@@ -6,13 +6,17 @@ import json
 import os
 from pathlib import Path
 from time import perf_counter_ns
+from types import TracebackType
 from typing import Any
 
+import mindspore as ms
 from mindspore.train import LossMonitor, SummaryCollector
 from mindspore.train.callback import Callback
 from prometheus_client import CollectorRegistry, Gauge
 
 from mindspore_exporter import PrometheusMonitor
+
+OURS = "PrometheusMonitor"
 
 
 class JsonLines(Callback):
@@ -43,43 +47,48 @@ class Gauges(Callback):
         self.loss.set(float(params.net_outputs.asnumpy()))
 
 
-class Timed(Callback):
-    """Passes every hook on and times those around a step, in nanoseconds."""
+class Nothing(Callback):
+    """Does nothing: the block that the others are compared with, and what the timer itself costs."""
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
+
+class Timed:
+    """Times the two hooks around a step of one monitor, in nanoseconds, while it is entered.
+
+    The methods are replaced on the instance: the monitor itself stays in the list of callbacks, where it and the others
+    look for it.
+    """
+
+    HOOKS = ("on_train_step_begin", "on_train_step_end")
+
+    def __init__(self, monitor: Any) -> None:
         self.took: list[int] = []
-        self._began = 0
+        """Begin and end hook of one step together."""
+        self._monitor = monitor
 
     def __enter__(self) -> Timed:
-        self.inner.__enter__()
+        began_hook, ended_hook = (getattr(self._monitor, name) for name in self.HOOKS)
+        spent, took = 0, self.took
+
+        def begin(run_context: Any) -> None:
+            nonlocal spent
+            began = perf_counter_ns()
+            began_hook(run_context)
+            spent = perf_counter_ns() - began
+
+        def end(run_context: Any) -> None:
+            began = perf_counter_ns()
+            ended_hook(run_context)
+            took.append(spent + perf_counter_ns() - began)
+
+        for name, hook in zip(self.HOOKS, (begin, end), strict=True):
+            setattr(self._monitor, name, hook)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-
-    def on_train_begin(self, run_context: Any) -> None:
-        self.inner.on_train_begin(run_context)
-
-    def on_train_epoch_begin(self, run_context: Any) -> None:
-        self.inner.on_train_epoch_begin(run_context)
-
-    def on_train_step_begin(self, run_context: Any) -> None:
-        began = perf_counter_ns()
-        self.inner.on_train_step_begin(run_context)
-        self._began = perf_counter_ns() - began
-
-    def on_train_step_end(self, run_context: Any) -> None:
-        began = perf_counter_ns()
-        self.inner.on_train_step_end(run_context)
-        self.took.append(self._began + perf_counter_ns() - began)
-
-    def on_train_epoch_end(self, run_context: Any) -> None:
-        self.inner.on_train_epoch_end(run_context)
-
-    def on_train_end(self, run_context: Any) -> None:
-        self.inner.on_train_end(run_context)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in self.HOOKS:
+            self._monitor.__dict__.pop(name, None)
 
 
 class Ends(Callback):
@@ -93,30 +102,35 @@ class Ends(Callback):
         self.at.append(perf_counter_ns() / 1e9)
 
 
-def alternating(directory: Path) -> dict[str, Any]:
-    """The monitors that leave the process as it was, by their names in the table; "none" does nothing."""
+def ours() -> PrometheusMonitor:
+    """PrometheusMonitor as a user makes it, on a port of the system's choice."""
+    return PrometheusMonitor(None, port=0, listen="127.0.0.1", run="bench", signals=False)
+
+
+def all_of_them(directory: Path, steps: int) -> dict[str, Any]:
+    """The monitors by their names in the table, files under `directory`; `steps` are those of one `train` call."""
     return {
-        "none": Callback(),
-        "PrometheusMonitor": PrometheusMonitor(None, port=0, listen="127.0.0.1", run="bench", signals=False),
+        "none": Nothing(),
+        OURS: ours(),
         "LossMonitor": LossMonitor(1),
+        "MFLossMonitor": transformers_monitor(steps),
+        "SummaryCollector(1)": summary_collector(directory),
         "JSON line, flushed": JsonLines(directory / "lines.json"),
         "gauges in the hook": Gauges(),
     }
 
 
-def summary_collector(directory: Path, steps: int) -> Any:
-    """MindSpore's SummaryCollector in every step. It changes the graph. Its lineage is off: MindSpore 2.9 cannot write that
-    with the protobuf that is installed with it today."""
+def summary_collector(directory: Path) -> Any:
+    """MindSpore's SummaryCollector in every step. Graph and lineage are off: MindSpore 2.9 cannot write them with the
+    protobuf that is installed with it today."""
     off = dict.fromkeys(
         ("collect_graph", "collect_dataset_graph", "collect_train_lineage", "collect_eval_lineage"), False
     )
     return SummaryCollector(str(directory / "summary"), collect_freq=1, collect_specified_data=off)
 
 
-def transformers_monitor(directory: Path, steps: int) -> Any:
-    """MFLossMonitor as the Trainer makes it, for one epoch of `steps` steps. It sets the parallel context in each step,
-    after which every step of the process is slower, its own and those without it."""
-    os.environ["LOCAL_DEFAULT_PATH"] = str(directory)
+def transformers_monitor(steps: int) -> Any:
+    """MFLossMonitor as the Trainer makes it, for one epoch of `steps` steps."""
     from mindformers.core.callback.callback import MFLossMonitor
 
     return MFLossMonitor(
@@ -124,5 +138,16 @@ def transformers_monitor(directory: Path, steps: int) -> Any:
     )
 
 
-LASTING = {"SummaryCollector(1)": summary_collector, "MFLossMonitor": transformers_monitor}
-"""Monitors that change the process for good: each is measured in one of its own, after the blocks without it."""
+def build_transformers_context(mode: int, directory: Path) -> None:
+    """Build MindSpore Transformers' context, as its Trainer does before anything else.
+
+    Without it the first hook of MFLossMonitor builds a default one, which puts the process into PyNative mode: each step
+    of a 1 ms graph then took 45 ms, with every monitor and with none.
+    """
+    os.environ["LOCAL_DEFAULT_PATH"] = str(directory)
+    from mindformers import build_context
+
+    build_context(
+        {"context": {"mode": mode, "device_target": "CPU"}, "parallel": {}, "use_parallel": False, "use_legacy": True}
+    )
+    ms.set_context(mode=mode, device_target="CPU")
